@@ -40,7 +40,9 @@ _DOCUMENTS: Final = re.compile(
 )
 _TIME_NAMES: Final = re.compile(r" (?:dt published|entry date|published) ")
 _DAY: Final = re.compile(r"\s*(\d{4})[-/.]?(\d{2})[-/.]?(\d{2})(?!\d)")
-_TITLE_BREAK: Final = re.compile(r"\s+[|\u2013\u2014\u00b7\u00bb\u2022:-]\s+")
+_TITLE_MARKS: Final = " |\u2013\u2014\u00b7\u00bb\u2022-"
+_TITLE_BREAK: Final = re.compile(rf"\s+[{_TITLE_MARKS}]\s+")
+_MAX_HEADINGS: Final = 8
 _MAX_SCRIPT_CHARS: Final = 1 << 20
 
 
@@ -54,26 +56,23 @@ class About:
         self.date = self._date(root)
         self.author = self._author(root)
 
-    def title(self, headings: list[HtmlElement]) -> str:
-        """Return the title, which is a heading if one heading of the first level is the title.
+    def title(self, headings: list[HtmlElement], others: list[HtmlElement]) -> str:
+        """Return the title: a heading of the first level, or what the page declares.
 
         Args:
-            headings: Those of the first level, in the main part.
+            headings: Those of the first level in the main part.
+            others: Those outside, which may be the name of the site.
         """
         declared = self._meta.get("og:title") or next(iter(self._titles), "")
-        texts = [text for text in map(heading_text, headings[:8]) if text]
+        texts = _texts(headings)
+        sites = {site.casefold() for site in map(self._meta.get, _SITES) if site}
+        if not texts:
+            texts = [text for text in _texts(others) if declared.startswith(text)]
+            sites |= {text.casefold() for text in _texts(others)} - {declared.casefold()}
         named = [text for text in texts if text in declared]
         if named or len(texts) == 1:
-            return max(named, key=len, default=texts[0] if texts else "")
-        return self._without_site(declared)
-
-    def _without_site(self, title: str) -> str:
-        """Return a title without the name of the site, if the page tells that name."""
-        parts = _TITLE_BREAK.split(title)
-        for site in filter(None, map(self._meta.get, _SITES)):
-            if len(parts) > 1 and parts[-1] == site:
-                return title[: title.rindex(site)].rstrip(" |\u2013\u2014\u00b7\u00bb\u2022:-")
-        return title
+            return max(named, key=len, default=texts[0])
+        return _without_site(declared, sites)
 
     def _date(self, root: HtmlElement) -> str | None:
         for value in map(self._meta.get, _DATES[:-5]):
@@ -99,6 +98,18 @@ class About:
                 return name
         named = root.find(".//*[@rel='author']")
         return short_text(named) if named is not None else None
+
+
+def _texts(headings: list[HtmlElement]) -> list[str]:
+    return [text for text in map(heading_text, headings[:_MAX_HEADINGS]) if text]
+
+
+def _without_site(title: str, sites: set[str]) -> str:
+    """Return a title without the name of the site after it."""
+    parts = _TITLE_BREAK.split(title)
+    if len(parts) > 1 and parts[-1].casefold() in sites:
+        return title[: -len(parts[-1])].rstrip(_TITLE_MARKS)
+    return title
 
 
 def _meta(root: HtmlElement) -> dict[str, str]:

@@ -60,6 +60,8 @@ _LABELLED: Final = frozenset({"div", "section", "article", "dd", "td"})
 
 _MUCH: Final = 0.4
 _NEARLY_ALL: Final = 0.8
+_MAX_LISTS_SHARE: Final = 0.6
+_FEWEST_TEXT_CHARS: Final = 25
 _FEWEST_LINKS: Final = 3
 _FEWEST_PAGE_LINKS: Final = 2
 _MIN_MAIN_SHARE: Final = 0.5
@@ -202,13 +204,31 @@ def _common(body: HtmlElement, rule: Callable[[HtmlElement], bool]) -> HtmlEleme
 
 
 def _remove_lists_of_links(body: HtmlElement) -> None:
-    for one in list(_measured(body, lambda one: one.tag in _LISTS, body)):
-        if (
-            one.counts.links >= _FEWEST_LINKS
-            and one.is_linked(_NEARLY_ALL)
-            and not one.counts.has_title
-        ):
-            clear(one.element)
+    """Remove lists of links before and after the text, unless they are most of the page."""
+    *inner, whole = _measured(body, lambda one: one.tag in _LISTS, body)
+    lists = {
+        one.element: one.counts.chars
+        for one in inner
+        if one.counts.links >= _FEWEST_LINKS
+        and one.is_linked(_NEARLY_ALL)
+        and not one.counts.has_title
+    }
+    before: list[HtmlElement] = []
+    after: list[HtmlElement] = []
+    has_begun = False
+    chars = 0
+    walk = iterwalk(body, ("start",))
+    for _, element in walk:
+        if element in lists:
+            chars += lists[element]
+            (after if has_begun else before).append(element)
+            walk.skip_subtree()
+        elif element.tag != "a" and len((element.text or "").strip()) >= _FEWEST_TEXT_CHARS:
+            has_begun = True
+            after.clear()
+    if chars <= _MAX_LISTS_SHARE * whole.counts.chars:
+        for element in (*before, *after):
+            clear(element)
 
 
 def _remove_contents(body: HtmlElement) -> None:

@@ -20,8 +20,14 @@ from ragcache_gateway.extraction.html.main_part import main_part
 from ragcache_gateway.extraction.html.markdown import heading_text, markdown
 from ragcache_gateway.extraction.html.source import parse
 from ragcache_gateway.extraction.html.storage_format import to_html
+from ragcache_gateway.extraction.html.tree import short_text
 
 _NESTED: Final = "elements are nested more than 2,000 deep; the text after that was not read"
+
+_SCRIPTED: Final = (
+    "the page asks for JavaScript and has little text without it; save it from a browser"
+)
+_LITTLE_CHARS: Final = 200
 
 
 def read_html(content: bytes) -> ExtractedText:
@@ -30,25 +36,31 @@ def read_html(content: bytes) -> ExtractedText:
     if root is None:
         raise _refusal(has_scripts=False)
     has_scripts = root.find(".//script") is not None
+    asks_for_scripts = any("javascript" in short_text(one).lower() for one in root.iter("noscript"))
     about = About(root)
     body = _body(root)
     main = main_part(body)
     headings = list(main.iter("h1"))
-    title = about.title(headings or list(body.iter("h1")))
+    others = [] if headings else list(body.iter("h1"))
+    title = about.title(headings, others)
     text = cleaned(markdown(main)) or _whole(content)
     if not text and is_cut:
         raise UnreadableDocument("has elements nested more than 2,000 deep", "send its text")
     if not text:
         raise _refusal(has_scripts=has_scripts)
-    if not headings and any(heading_text(one) == title for one in body.iter("h1")):
+    if any(heading_text(one) == title for one in others):
         # The heading of the page is before its main part.
         text = f"# {title}\n\n{text}"
+    warnings = (
+        (_NESTED, is_cut),
+        (_SCRIPTED, has_scripts and asks_for_scripts and len(text) < _LITTLE_CHARS),
+    )
     return ExtractedText(
         text,
         markdown=True,
         title=short_line(title),
         metadata=metadata_of(author=about.author, date=about.date),
-        warnings=(_NESTED,) if is_cut else (),
+        warnings=tuple(warning for warning, holds in warnings if holds),
     )
 
 

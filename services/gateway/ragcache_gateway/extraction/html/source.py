@@ -64,7 +64,7 @@ def decode(content: bytes) -> str:
     if b"\0" in content[:2]:
         return content.decode("utf-16-le" if content[1:2] == b"\0" else "utf-16-be", "replace")
     declared = _declared(content)
-    # A page that is valid as UTF-8 is nothing else, whatever it declares.
+    # A page that is valid as UTF-8 is UTF-8, also if it declares another encoding.
     seven_bits = declared.startswith(_SEVEN_BITS)
     for encoding in (declared, "utf-8") if seven_bits else ("utf-8", declared):
         try:
