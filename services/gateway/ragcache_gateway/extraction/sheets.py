@@ -166,7 +166,9 @@ def _cell(cell: Any) -> Cell:
     value = cell.value
     if value is None:
         return _EMPTY
-    return Cell(shown(value, cell.number_format), isinstance(value, str))
+    # The format of a cell takes longer to find than its value.
+    is_text = isinstance(value, str)
+    return Cell(shown(value, "" if is_text else cell.number_format), is_text)
 
 
 def shown(value: object, number_format: str) -> str:
