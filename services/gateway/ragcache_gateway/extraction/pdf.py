@@ -127,7 +127,9 @@ def _no_text(pages: Sequence[_PdfPage]) -> tuple[str, str]:
 
 
 def _warnings(pages: Sequence[_PdfPage], form_type: int) -> Iterator[str]:
-    images, beside, unreadable = [], [], []
+    images: list[int] = []
+    beside: list[int] = []
+    unreadable: list[int] = []
     for number, page in enumerate(pages, 1):
         if page.is_unreadable:
             unreadable.append(number)
@@ -203,7 +205,7 @@ def _lines(text_page: pypdfium2.PdfTextPage, text: str, *, with_lefts: bool) -> 
             continue
         start = match.start() + len(shown) - len(shown.lstrip())
         first, last = box_at(start), box_at(start + max(len(stripped) - 1, 0))
-        lefts = ()
+        lefts: tuple[float, ...] = ()
         if with_lefts:
             lefts = tuple(box_at(start + i).left for i in range(len(stripped)))
         box = Box(

@@ -24,7 +24,7 @@ _WRITTEN: Final = (
 
 def form_values(document: pypdfium2.PdfDocument, page: pypdfium2.PdfPage) -> list[FieldValue]:
     """Return the values on a page, without hidden ones and passwords."""
-    found = []
+    found: list[FieldValue] = []
     for i in range(raw.FPDFPage_GetAnnotCount(page)):
         annotation = raw.FPDFPage_GetAnnot(page, i)
         if not annotation:

@@ -64,7 +64,9 @@ def read_sheets(content: bytes) -> tuple[str, list[str]]:
     import openpyxl  # noqa: PLC0415  in an optional extra
 
     book = openpyxl.load_workbook(io.BytesIO(content), read_only=True, data_only=True)
-    parts, hidden, warnings = [], [], []
+    parts: list[str] = []
+    hidden: list[str] = []
+    warnings: list[str] = []
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         for sheet in book.worksheets:
             name = short_line(sheet.title)
