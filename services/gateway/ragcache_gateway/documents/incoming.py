@@ -83,13 +83,12 @@ class IncomingDocument:
 
     async def _extract(self, extractor: TextExtractor) -> ExtractedText:
         content = self.content
+        text: str | None = None
         try:
             if self.encoding is not None:
                 text = decode_named(content, self.encoding)
             elif self.kind.is_plain:
                 text = decode_plain(content)
-            else:
-                text = None
         except UnreadableDocument as error:
             raise InvalidInput(self.field, error.problem, error.fix) from error
         if text is not None and self.kind.is_plain:

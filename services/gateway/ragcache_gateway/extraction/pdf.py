@@ -32,8 +32,8 @@ from ragcache_gateway.extraction.hyphens import HyphenChoice, words_of
 from ragcache_gateway.extraction.page_lines import (
     Box,
     Line,
-    has_gutter,
     in_columns,
+    may_mix_columns,
     with_fields,
     without_running_lines,
 )
@@ -172,10 +172,10 @@ def _read_page(
         return _PdfPage((), height, is_unreadable=True, has_image=has_image)
     values = form_values(document, page)
     runs = [Box(*text_page.get_rect(i)) for i in range(text_page.count_rects())]
-    may_have_columns = has_gutter(runs)
-    lines = list(_lines(text_page, text, with_lefts=may_have_columns or bool(values)))
-    if may_have_columns:
-        lines = in_columns(lines, runs)
+    lines = list(_lines(text_page, text, with_lefts=bool(values)))
+    if may_mix_columns(lines, runs):
+        # The positions of all characters take much longer than those of lines.
+        lines = in_columns(list(_lines(text_page, text, with_lefts=True)), runs)
     if values:
         lines = with_fields(lines, values)
     return _PdfPage(lines, height, num_lost=len(_PRIVATE.findall(text)), has_image=has_image)

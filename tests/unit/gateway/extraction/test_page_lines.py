@@ -11,8 +11,8 @@ from ragcache_gateway.extraction.page_lines import (
     Box,
     FieldValue,
     Line,
-    has_gutter,
     in_columns,
+    may_mix_columns,
     with_fields,
     without_running_lines,
 )
@@ -76,9 +76,10 @@ def test_a_line_in_the_middle_of_the_page_is_no_running_line() -> None:
     assert without_running_lines(found, [HEIGHT] * 5) == found
 
 
-def test_a_page_of_one_column_has_no_gutter() -> None:
-    runs = [line("a line over the page and on and on", 50, 700 - 14 * i).box for i in range(20)]
-    assert not has_gutter(runs)
-    assert has_gutter(
-        [*runs, *(line("the right column", 300, 700 - 14 * i).box for i in range(20))]
-    )
+def test_columns_may_be_mixed_only_where_rows_alternate() -> None:
+    left = [line("a line of the left column", 50, 700 - 14 * i) for i in range(20)]
+    right = [line("the right column", 300, 700 - 14 * i) for i in range(20)]
+    runs = [one.box for one in left + right]
+    assert not may_mix_columns(left, [one.box for one in left])
+    assert not may_mix_columns(left + right, runs)
+    assert may_mix_columns([one for pair in zip(left, right, strict=True) for one in pair], runs)

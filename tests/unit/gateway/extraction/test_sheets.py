@@ -34,7 +34,7 @@ def read(book: Any) -> tuple[str, list[str]]:
 
 
 def test_a_title_above_the_header_is_a_line_of_its_own() -> None:
-    rows = [
+    rows: list[list[Any]] = [
         ["Spare parts"],
         [],
         [None, "Part", "Price", None, "Since"],
@@ -51,14 +51,19 @@ def test_a_title_above_the_header_is_a_line_of_its_own() -> None:
 
 
 def test_a_title_without_an_empty_row_is_no_header() -> None:
-    rows = [["Prices 2024"], ["Date:", "today"], ["Part", "Price", "Kind"], ["AX-1", 3, "pump"]]
+    rows: list[list[Any]] = [
+        ["Prices 2024"],
+        ["Date:", "today"],
+        ["Part", "Price", "Kind"],
+        ["AX-1", 3, "pump"],
+    ]
     assert read(workbook(rows, "A1:C1"))[0].startswith(
         "## Parts\n\nPrices 2024\nDate: today\n\n| Part | Price | Kind |"
     )
 
 
 def test_merged_cells_belong_to_each_of_their_rows() -> None:
-    rows = [
+    rows: list[list[Any]] = [
         ["Region", "Spring", None, "Autumn", None],
         [None, "Units", "Price", "Units", "Price"],
         ["North", 1, 2, 3, 4],
