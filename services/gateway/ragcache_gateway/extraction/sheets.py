@@ -105,10 +105,10 @@ def _facts(file: zipfile.ZipFile, path: str) -> _SheetFacts:
     merges: set[tuple[int, int, int, int]] = set()
     with file.open(path) as part:
         while piece := part.read(_PIECE_BYTES):
-            # An element over the end of a piece is found in the next one, and none is found twice.
+            # A cell or an element over the end of a piece is looked at with the next piece.
             seen = rest + piece
-            end = seen.rfind(b"<c ", max(len(seen) - _OVERLAP_BYTES, 0)) if b"<c " in piece else 0
-            end = end if end > 0 else len(seen)
+            tail = max(len(seen) - _OVERLAP_BYTES, 0)
+            end = max(seen.rfind(b"<c ", tail), 0) or max(seen.rfind(b"<", tail), 0) or len(seen)
             done, rest = seen[:end], seen[end:]
             _take(facts, merges, done)
         _take(facts, merges, rest)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache_gateway.extraction import sheets
 from ragcache_gateway.extraction.sheets import Cell, markdown_of, read_sheets, shown
 
 openpyxl = pytest.importorskip("openpyxl")
@@ -166,3 +167,20 @@ def test_every_cell_is_in_the_text(rows: list[list[Cell]]) -> None:
         if block.startswith("|")
     ]
     assert all(len(one) == 1 for one in lengths)
+
+
+def test_what_a_sheet_says_of_itself_is_found_at_any_border_of_its_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows: list[list[Any]] = [["Region", "Sum", "N"], ["North", "=1+1", 1]]
+    rows += [[None, "=2+2", 2], [None, "=3+3", 3]]
+    book = workbook(rows, "A2:A4")
+    book.active.append(["x" * 60, "y" * 60])
+    file = io.BytesIO()
+    book.save(file)
+    monkeypatch.setattr(sheets, "_OVERLAP_BYTES", 200)
+    for size in range(201, 260):
+        monkeypatch.setattr(sheets, "_PIECE_BYTES", size)
+        text, warnings = read_sheets(file.getvalue())
+        assert text.count("| North |") == 3
+        assert "sheet 'Parts': 3;" in warnings[0]
