@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from typing import Any, Final, NamedTuple
 
-from ragcache_gateway.extraction.extracted import numbered, short_line
+from ragcache_gateway.extraction.extracted import short_line
 
 _PIECE_BYTES: Final = 1 << 20
 _OVERLAP_BYTES: Final = 1 << 12
@@ -88,8 +88,8 @@ def read_sheets(content: bytes) -> tuple[str, list[str]]:
 
 def _warnings(name: str, facts: _SheetFacts, *, is_empty: bool) -> Iterator[str]:
     if facts.hidden_columns:
-        columns = numbered("column", sorted(one + 1 for one in facts.hidden_columns))
-        yield f"hidden {columns} of sheet {name!r} left out"
+        letters = ", ".join(_letters(one) for one in sorted(facts.hidden_columns))
+        yield f"hidden columns of sheet {name!r} left out: {letters}"
     if facts.num_without_value:
         yield (
             f"formulas without a stored value in sheet {name!r}: {facts.num_without_value}; open "
@@ -133,6 +133,11 @@ def _column(letters: bytes) -> int:
     for letter in letters:
         number = 26 * number + letter - ord("A") + 1
     return number - 1
+
+
+def _letters(column: int) -> str:
+    before, last = divmod(column, 26)
+    return f"{_letters(before - 1) if before else ''}{chr(ord('A') + last)}"
 
 
 def _rows(sheet: Any, facts: _SheetFacts) -> list[Row]:

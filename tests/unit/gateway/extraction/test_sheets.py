@@ -112,7 +112,7 @@ def test_hidden_columns_are_left_out_and_named() -> None:
     book.active.column_dimensions["B"].hidden = True
     text, warnings = read(book)
     assert "Margin" not in text
-    assert warnings == ["hidden column 2 of sheet 'Parts' left out"]
+    assert warnings == ["hidden columns of sheet 'Parts' left out: B"]
 
 
 def test_formulas_without_a_stored_value_are_counted() -> None:
