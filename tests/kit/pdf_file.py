@@ -18,9 +18,9 @@ DRAWING = "\n".join(f"{x} 100 m {x} 700 l S" for x in range(50, 550, 5))
 
 @dataclass(frozen=True)
 class Field:
-    """A widget of a form at a place: left, bottom, right, top. ``more`` are entries of it."""
+    """A widget of a form and its area: left, bottom, right, top. ``more`` are entries of it."""
 
-    place: tuple[float, float, float, float]
+    area: tuple[float, float, float, float]
     more: str
 
 
@@ -81,11 +81,11 @@ def pdf_file(pages: Sequence[Page], *, private: str = "E020") -> bytes:
     for page in pages:
         own = []
         for field in page.fields:
-            place = " ".join(map(str, field.place))
+            area = " ".join(map(str, field.area))
             objects.append(
-                f"<< /Type /Annot /Subtype /Widget /Rect [{place}] /F 4 {field.more} >>"
+                f"<< /Type /Annot /Subtype /Widget /Rect [{area}] /F 4 {field.more} >>"
                 if "/Subtype" not in field.more
-                else f"<< /Type /Annot /Rect [{place}] /F 4 {field.more} >>"
+                else f"<< /Type /Annot /Rect [{area}] /F 4 {field.more} >>"
             )
             own.append(f"{len(objects)} 0 R")
         widgets += own

@@ -83,10 +83,7 @@ def _outcome_of_container(ended: Mapping[str, Any]) -> Outcome:
         warnings = tuple(map(_failure, result["warnings"]))
         numbers = {name: int(result[name]) for name in _NUMBERS}
         finished, revision = bool(result["finished"]), str(result["revision"])
-        counts = {
-            "failure_count": int(result["failureCount"]),
-            "warning_count": int(result["warningCount"]),
-        }
+        failure_count, warning_count = int(result["failureCount"]), int(result["warningCount"])
     except (ValueError, TypeError, KeyError):
         cause = last_line or f"exit code {exit_code}"
         message = f"{ended.get('reason') or 'Error'}: {cause}"
@@ -99,8 +96,16 @@ def _outcome_of_container(ended: Mapping[str, Any]) -> Outcome:
     message = failures[0] if failures else ""
     if verdict in ("refused", "failed"):
         message = message or f"the sync exited with code {exit_code}"
-    lists = {"failures": failures, "warnings": warnings}
-    return Outcome(verdict, message, revision=revision, **lists, **counts, **numbers)
+    return Outcome(
+        verdict,
+        message,
+        revision=revision,
+        failures=failures,
+        failure_count=failure_count,
+        warnings=warnings,
+        warning_count=warning_count,
+        **numbers,
+    )
 
 
 _NUMBERS = ("documents", "chunks", "written", "deleted")

@@ -53,6 +53,8 @@ async def test_a_complete_answer_has_text_citations_timing_and_cache(gateway: Wo
         "title": "Title of billing.md",
         "chunk": "billing.md#1",
         "heading_path": ["Handbook", "billing.md"],
+        "page": 3,
+        "page_end": 4,
         "score": 0.9,
         "version": "hash of billing.md",
         "updated": "2023-11-14T22:13:20.000Z",

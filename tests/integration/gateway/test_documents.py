@@ -138,8 +138,8 @@ async def test_what_was_not_read_is_in_the_answer_and_in_the_metadata(gateway: W
 async def test_the_encoding_of_a_file_is_named_marked_or_assumed(gateway: World) -> None:
     text = "Das Gerät ist groß und läuft über Nacht für alle Räume."
 
-    async def sent(encoding: str, **fields: str) -> dict[str, Any]:
-        file = {"file": ("a.txt", text.encode(encoding))}
+    async def sent(used: str, **fields: str) -> dict[str, Any]:
+        file = {"file": ("a.txt", text.encode(used))}
         reply = await gateway.client.post("/v1/documents", files=file, data=fields)
         assert reply.status_code == 200, reply.text
         assert gateway.retriever.documents["a.txt"].text == text

@@ -80,9 +80,27 @@ class FieldValue:
     box: Box
 
 
-def has_gutter(runs: Sequence[Box]) -> bool:
-    """Whether a page with these runs of text may have columns."""
-    return _gutter(runs) is not None
+def may_mix_columns(lines: Sequence[Line], runs: Sequence[Box]) -> bool:
+    """Whether several lines may have text of two columns, or alternate between them.
+
+    Args:
+        lines: In the order of the file.
+        runs: Boxes of pieces of text that lie in one column.
+    """
+    gutter = _gutter(runs)
+    if gutter is None:
+        return False
+    sides = [_side(line, gutter) for line in lines]
+    crossing = sum(not side for side in sides)
+    return max(crossing, _num_switches(lines, sides)) >= _MIN_COLUMN_ROWS
+
+
+def _num_switches(lines: Sequence[Line], sides: Sequence[int]) -> int:
+    """Return how often the left part of a row precedes the right one."""
+    return sum(
+        first < 0 < second and _is_on_one_row(lines[i], lines[i + 1])
+        for i, (first, second) in enumerate(itertools.pairwise(sides))
+    )
 
 
 def in_columns(lines: Sequence[Line], runs: Sequence[Box]) -> list[Line]:
@@ -101,12 +119,8 @@ def in_columns(lines: Sequence[Line], runs: Sequence[Box]) -> list[Line]:
     sides = [_side(part, gutter) for part in parts]
     left = [part for part, side in zip(parts, sides, strict=True) if side < 0]
     right = [part for part, side in zip(parts, sides, strict=True) if side > 0]
-    switches = sum(
-        first < 0 < second and _is_on_one_row(parts[i], parts[i + 1])
-        for i, (first, second) in enumerate(itertools.pairwise(sides))
-    )
     rows = min(len(left), len(right))
-    is_mixed = switches >= max(_MIN_COLUMN_ROWS, rows / 2)
+    is_mixed = _num_switches(parts, sides) >= max(_MIN_COLUMN_ROWS, rows / 2)
     if not (is_mixed and _is_prose(left) and _is_prose(right)):
         return list(lines)
     ordered: list[Line] = []

@@ -32,8 +32,8 @@ from ragcache_gateway.extraction.hyphens import HyphenChoice, words_of
 from ragcache_gateway.extraction.page_lines import (
     Box,
     Line,
-    has_gutter,
     in_columns,
+    may_mix_columns,
     with_fields,
     without_running_lines,
 )
@@ -127,7 +127,9 @@ def _no_text(pages: Sequence[_PdfPage]) -> tuple[str, str]:
 
 
 def _warnings(pages: Sequence[_PdfPage], form_type: int) -> Iterator[str]:
-    images, beside, unreadable = [], [], []
+    images: list[int] = []
+    beside: list[int] = []
+    unreadable: list[int] = []
     for number, page in enumerate(pages, 1):
         if page.is_unreadable:
             unreadable.append(number)
@@ -170,10 +172,10 @@ def _read_page(
         return _PdfPage((), height, is_unreadable=True, has_image=has_image)
     values = form_values(document, page)
     runs = [Box(*text_page.get_rect(i)) for i in range(text_page.count_rects())]
-    may_have_columns = has_gutter(runs)
-    lines = list(_lines(text_page, text, with_lefts=may_have_columns or bool(values)))
-    if may_have_columns:
-        lines = in_columns(lines, runs)
+    lines = list(_lines(text_page, text, with_lefts=bool(values)))
+    if may_mix_columns(lines, runs):
+        # The positions of all characters take much longer than those of lines.
+        lines = in_columns(list(_lines(text_page, text, with_lefts=True)), runs)
     if values:
         lines = with_fields(lines, values)
     return _PdfPage(lines, height, num_lost=len(_PRIVATE.findall(text)), has_image=has_image)
@@ -203,7 +205,7 @@ def _lines(text_page: pypdfium2.PdfTextPage, text: str, *, with_lefts: bool) -> 
             continue
         start = match.start() + len(shown) - len(shown.lstrip())
         first, last = box_at(start), box_at(start + max(len(stripped) - 1, 0))
-        lefts = ()
+        lefts: tuple[float, ...] = ()
         if with_lefts:
             lefts = tuple(box_at(start + i).left for i in range(len(stripped)))
         box = Box(

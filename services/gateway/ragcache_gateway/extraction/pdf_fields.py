@@ -24,7 +24,7 @@ _WRITTEN: Final = (
 
 def form_values(document: pypdfium2.PdfDocument, page: pypdfium2.PdfPage) -> list[FieldValue]:
     """Return the values on a page, without hidden ones and passwords."""
-    found = []
+    found: list[FieldValue] = []
     for i in range(raw.FPDFPage_GetAnnotCount(page)):
         annotation = raw.FPDFPage_GetAnnot(page, i)
         if not annotation:
@@ -49,9 +49,9 @@ def _values(document: pypdfium2.PdfDocument, annotation: Any) -> Iterator[FieldV
         name = _string(raw.FPDFAnnot_GetFormFieldAlternateName, form, annotation)
         name = name or _string(raw.FPDFAnnot_GetFormFieldName, form, annotation)
     if text:
-        place = raw.FS_RECTF()
-        raw.FPDFAnnot_GetRect(annotation, ctypes.byref(place))
-        box = Box(place.left, place.bottom, place.right, place.top)
+        area = raw.FS_RECTF()
+        raw.FPDFAnnot_GetRect(annotation, ctypes.byref(area))
+        box = Box(area.left, area.bottom, area.right, area.top)
         yield FieldValue(" ".join(name.split()), " ".join(text.split()), box)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from typing import Any, Final, NamedTuple
 
-from ragcache_gateway.extraction.extracted import numbered, short_line
+from ragcache_gateway.extraction.extracted import short_line
 
 _PIECE_BYTES: Final = 1 << 20
 _OVERLAP_BYTES: Final = 1 << 12
@@ -64,7 +64,9 @@ def read_sheets(content: bytes) -> tuple[str, list[str]]:
     import openpyxl  # noqa: PLC0415  in an optional extra
 
     book = openpyxl.load_workbook(io.BytesIO(content), read_only=True, data_only=True)
-    parts, hidden, warnings = [], [], []
+    parts: list[str] = []
+    hidden: list[str] = []
+    warnings: list[str] = []
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         for sheet in book.worksheets:
             name = short_line(sheet.title)
@@ -86,8 +88,8 @@ def read_sheets(content: bytes) -> tuple[str, list[str]]:
 
 def _warnings(name: str, facts: _SheetFacts, *, is_empty: bool) -> Iterator[str]:
     if facts.hidden_columns:
-        columns = numbered("column", sorted(one + 1 for one in facts.hidden_columns))
-        yield f"hidden {columns} of sheet {name!r} left out"
+        letters = ", ".join(_letters(one) for one in sorted(facts.hidden_columns))
+        yield f"hidden columns of sheet {name!r} left out: {letters}"
     if facts.num_without_value:
         yield (
             f"formulas without a stored value in sheet {name!r}: {facts.num_without_value}; open "
@@ -103,10 +105,10 @@ def _facts(file: zipfile.ZipFile, path: str) -> _SheetFacts:
     merges: set[tuple[int, int, int, int]] = set()
     with file.open(path) as part:
         while piece := part.read(_PIECE_BYTES):
-            # An element over the end of a piece is found in the next one, and none is found twice.
+            # A cell or an element over the end of a piece is looked at with the next piece.
             seen = rest + piece
-            end = seen.rfind(b"<c ", max(len(seen) - _OVERLAP_BYTES, 0)) if b"<c " in piece else 0
-            end = end if end > 0 else len(seen)
+            tail = max(len(seen) - _OVERLAP_BYTES, 0)
+            end = max(seen.rfind(b"<c ", tail), 0) or max(seen.rfind(b"<", tail), 0) or len(seen)
             done, rest = seen[:end], seen[end:]
             _take(facts, merges, done)
         _take(facts, merges, rest)
@@ -131,6 +133,11 @@ def _column(letters: bytes) -> int:
     for letter in letters:
         number = 26 * number + letter - ord("A") + 1
     return number - 1
+
+
+def _letters(column: int) -> str:
+    before, last = divmod(column, 26)
+    return f"{_letters(before - 1) if before else ''}{chr(ord('A') + last)}"
 
 
 def _rows(sheet: Any, facts: _SheetFacts) -> list[Row]:
@@ -166,7 +173,9 @@ def _cell(cell: Any) -> Cell:
     value = cell.value
     if value is None:
         return _EMPTY
-    return Cell(shown(value, cell.number_format), isinstance(value, str))
+    # The format of a cell takes longer to find than its value.
+    is_text = isinstance(value, str)
+    return Cell(shown(value, "" if is_text else cell.number_format), is_text)
 
 
 def shown(value: object, number_format: str) -> str:

@@ -87,6 +87,17 @@ def test_an_answer_without_sources_or_times_has_no_tables() -> None:
     assert render_timing(Reply(timing_ms={"first_token": 0.0})) is None
 
 
+@pytest.mark.parametrize(
+    ("pages", "said"),
+    [((None, None), ""), ((2, None), ", page 2"), ((2, 4), ", pages 2-4")],
+)
+def test_a_citation_names_its_pages(pages: tuple[int | None, int | None], said: str) -> None:
+    cited = {"chunk": "a#0", "title": "Guide", "page": pages[0], "page_end": pages[1]}
+    table = render_citations(Reply(citations=[cited]))
+    assert table is not None
+    assert str(next(iter(table.columns[3].cells))) == f"Guide{said}"
+
+
 @given(st.text())
 def test_nothing_printable_steers_a_terminal(text: str) -> None:
     assert not set(printable(text)) & {"\x1b", "\x9b", "\x07", "\r", "\b", "\0", "\x7f"}

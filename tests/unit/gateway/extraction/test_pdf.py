@@ -106,8 +106,8 @@ def test_lost_characters_are_counted() -> None:
     assert "1 characters without a meaning were left out on page 1" in read.warnings[0]
 
 
-def widget(kind: str, value: str, place: tuple[float, float, float, float], name: str) -> Field:
-    return Field(place, f"/Subtype /Widget /FT /{kind} /T ({name}) {value}")
+def widget(kind: str, value: str, area: tuple[float, float, float, float], name: str) -> Field:
+    return Field(area, f"/Subtype /Widget /FT /{kind} /T ({name}) {value}")
 
 
 def test_values_of_fields_stand_beside_their_labels() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache_gateway.extraction import sheets
 from ragcache_gateway.extraction.sheets import Cell, markdown_of, read_sheets, shown
 
 openpyxl = pytest.importorskip("openpyxl")
@@ -34,7 +35,7 @@ def read(book: Any) -> tuple[str, list[str]]:
 
 
 def test_a_title_above_the_header_is_a_line_of_its_own() -> None:
-    rows = [
+    rows: list[list[Any]] = [
         ["Spare parts"],
         [],
         [None, "Part", "Price", None, "Since"],
@@ -51,14 +52,19 @@ def test_a_title_above_the_header_is_a_line_of_its_own() -> None:
 
 
 def test_a_title_without_an_empty_row_is_no_header() -> None:
-    rows = [["Prices 2024"], ["Date:", "today"], ["Part", "Price", "Kind"], ["AX-1", 3, "pump"]]
+    rows: list[list[Any]] = [
+        ["Prices 2024"],
+        ["Date:", "today"],
+        ["Part", "Price", "Kind"],
+        ["AX-1", 3, "pump"],
+    ]
     assert read(workbook(rows, "A1:C1"))[0].startswith(
         "## Parts\n\nPrices 2024\nDate: today\n\n| Part | Price | Kind |"
     )
 
 
 def test_merged_cells_belong_to_each_of_their_rows() -> None:
-    rows = [
+    rows: list[list[Any]] = [
         ["Region", "Spring", None, "Autumn", None],
         [None, "Units", "Price", "Units", "Price"],
         ["North", 1, 2, 3, 4],
@@ -106,7 +112,7 @@ def test_hidden_columns_are_left_out_and_named() -> None:
     book.active.column_dimensions["B"].hidden = True
     text, warnings = read(book)
     assert "Margin" not in text
-    assert warnings == ["hidden column 2 of sheet 'Parts' left out"]
+    assert warnings == ["hidden columns of sheet 'Parts' left out: B"]
 
 
 def test_formulas_without_a_stored_value_are_counted() -> None:
@@ -161,3 +167,20 @@ def test_every_cell_is_in_the_text(rows: list[list[Cell]]) -> None:
         if block.startswith("|")
     ]
     assert all(len(one) == 1 for one in lengths)
+
+
+def test_what_a_sheet_says_of_itself_is_found_at_any_border_of_its_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows: list[list[Any]] = [["Region", "Sum", "N"], ["North", "=1+1", 1]]
+    rows += [[None, "=2+2", 2], [None, "=3+3", 3]]
+    book = workbook(rows, "A2:A4")
+    book.active.append(["x" * 60, "y" * 60])
+    file = io.BytesIO()
+    book.save(file)
+    monkeypatch.setattr(sheets, "_OVERLAP_BYTES", 200)
+    for size in range(201, 260):
+        monkeypatch.setattr(sheets, "_PIECE_BYTES", size)
+        text, warnings = read_sheets(file.getvalue())
+        assert text.count("| North |") == 3
+        assert "sheet 'Parts': 3;" in warnings[0]
