@@ -40,6 +40,7 @@ class ExtractedText:
     markdown: bool
     title: str = ""
     metadata: Mapping[str, MetadataValue] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def cleaned(text: str) -> str:

@@ -104,7 +104,7 @@ class TextExtractor:
             raise self._refusal(field, reply["ended"], request)
         if "problem" in reply:
             raise InvalidInput(field, reply["problem"], reply["fix"])
-        return ExtractedText(**reply)
+        return ExtractedText(**{**reply, "warnings": tuple(reply["warnings"])})
 
     async def close(self) -> None:
         """End the processes, and the work that they do."""
