@@ -204,7 +204,7 @@ def _read(
         else:
             kind = file.kind
             name = "" if kind is DocumentFormat.JSON_LINES else file.id
-            named = encoding if kind.is_plain or kind is DocumentFormat.HTML else ""
+            named = encoding if kind.has_encoding else ""
             found.append((file, BatchFile(name, kind.media_type, content, named)))
     return found, unreadable
 

@@ -18,6 +18,11 @@ class DocumentFormat(StrEnum):
     DOCX = "docx"
     PPTX = "pptx"
     XLSX = "xlsx"
+    CSV = "csv"
+    JSON = "json"
+    MDX = "mdx"
+    NOTEBOOK = "ipynb"
+    RESTRUCTURED = "rst"
     JSON_LINES = "jsonl"
     """One JSON object per line, each one a document."""
 
@@ -27,11 +32,26 @@ class DocumentFormat(StrEnum):
         return self in (DocumentFormat.TEXT, DocumentFormat.MARKDOWN)
 
     @property
+    def has_encoding(self) -> bool:
+        """Whether the bytes are text in an encoding that a client may name."""
+        return self in _ENCODED
+
+    @property
     def media_type(self) -> str:
         """The media type that a client sends for it."""
         return next(name for name, one in FORMAT_OF_MEDIA_TYPE.items() if one is self)
 
 
+_ENCODED: Final = frozenset(
+    {
+        DocumentFormat.TEXT,
+        DocumentFormat.MARKDOWN,
+        DocumentFormat.HTML,
+        DocumentFormat.CSV,
+        DocumentFormat.MDX,
+        DocumentFormat.RESTRUCTURED,
+    }
+)
 _FORMAT_OF_NAME: Final = {one.value: one for one in DocumentFormat}
 
 FORMAT_OF_SUFFIX: Final[Mapping[str, DocumentFormat]] = {
@@ -45,6 +65,12 @@ FORMAT_OF_SUFFIX: Final[Mapping[str, DocumentFormat]] = {
     ".docx": DocumentFormat.DOCX,
     ".pptx": DocumentFormat.PPTX,
     ".xlsx": DocumentFormat.XLSX,
+    ".csv": DocumentFormat.CSV,
+    ".tsv": DocumentFormat.CSV,
+    ".json": DocumentFormat.JSON,
+    ".mdx": DocumentFormat.MDX,
+    ".ipynb": DocumentFormat.NOTEBOOK,
+    ".rst": DocumentFormat.RESTRUCTURED,
     ".jsonl": DocumentFormat.JSON_LINES,
     ".ndjson": DocumentFormat.JSON_LINES,
 }
@@ -60,6 +86,12 @@ FORMAT_OF_MEDIA_TYPE: Final[Mapping[str, DocumentFormat]] = {
     f"{_OFFICE}.wordprocessingml.document": DocumentFormat.DOCX,
     f"{_OFFICE}.presentationml.presentation": DocumentFormat.PPTX,
     f"{_OFFICE}.spreadsheetml.sheet": DocumentFormat.XLSX,
+    "text/csv": DocumentFormat.CSV,
+    "text/tab-separated-values": DocumentFormat.CSV,
+    "application/json": DocumentFormat.JSON,
+    "text/mdx": DocumentFormat.MDX,
+    "application/x-ipynb+json": DocumentFormat.NOTEBOOK,
+    "text/x-rst": DocumentFormat.RESTRUCTURED,
     "application/jsonl": DocumentFormat.JSON_LINES,
     "application/x-ndjson": DocumentFormat.JSON_LINES,
 }

@@ -19,7 +19,20 @@ from ragcache_gateway.extraction.extractor import TextExtractor
 from ragcache_gateway.extraction.markdown import has_hidden_parts
 from ragcache_wire.v1 import retriever_pb2 as pb
 
-TEXT_FORMATS = (DocumentFormat.TEXT, DocumentFormat.MARKDOWN, DocumentFormat.HTML)
+MARKUP_FORMATS = (
+    DocumentFormat.TEXT,
+    DocumentFormat.MARKDOWN,
+    DocumentFormat.HTML,
+    DocumentFormat.MDX,
+    DocumentFormat.RESTRUCTURED,
+)
+"""Formats whose readers take any text."""
+TEXT_FORMATS = (
+    *MARKUP_FORMATS,
+    DocumentFormat.CSV,
+    DocumentFormat.JSON,
+    DocumentFormat.NOTEBOOK,
+)
 """Formats that JSON can carry."""
 
 
@@ -116,8 +129,8 @@ def _warnings_of(text: str) -> tuple[str, ...]:
 def text_document(fields: DocumentFields, text: str) -> IncomingDocument:
     """Return a document whose content came as JSON. Raises InvalidInput for a binary format."""
     kind = fields.format()
-    # The id may end in .pdf though the client has read the text itself.
-    if fields.content_type is None and kind not in TEXT_FORMATS:
+    # The id may end in .pdf or .ipynb though the client has read the text itself.
+    if fields.content_type is None and kind not in MARKUP_FORMATS:
         kind = DocumentFormat.TEXT
     if kind not in TEXT_FORMATS:
         known = ", ".join(TEXT_FORMATS)

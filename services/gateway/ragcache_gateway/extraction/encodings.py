@@ -8,7 +8,6 @@ from typing import Final
 
 from charset_normalizer import from_bytes
 
-from ragcache_core.documents.formats import DocumentFormat
 from ragcache_gateway.extraction.extracted import ExtractedText, UnreadableDocument
 
 _MARKS: Final = (
@@ -75,11 +74,25 @@ def decode_plain(content: bytes) -> str | None:
     return None if "\0" in text else checked(text)
 
 
-def read_plain(content: bytes, kind: DocumentFormat) -> ExtractedText:
-    """Read text of an unknown encoding. Raises UnreadableDocument if it is no text."""
-    text, encoding = decode_guessed(content)
-    said = f"the encoding is taken to be {encoding}; name it with encoding if characters are wrong"
-    return ExtractedText(text, kind is DocumentFormat.MARKDOWN, warnings=(said,))
+def decoded(content: bytes) -> tuple[str, tuple[str, ...]]:
+    """Return the text of a file with one kind of line break, and warnings.
+
+    Raises:
+        UnreadableDocument: It is no text, or empty.
+    """
+    text = decode_plain(content)
+    warnings: tuple[str, ...] = ()
+    if text is None:
+        text, encoding = decode_guessed(content)
+        fix = "name it with encoding if characters are wrong"
+        warnings = (f"the encoding is taken to be {encoding}; {fix}",)
+    return text.replace("\r\n", "\n").replace("\r", "\n"), warnings
+
+
+def read_text(content: bytes) -> ExtractedText:
+    """Read plain text. Raises UnreadableDocument."""
+    text, warnings = decoded(content)
+    return ExtractedText(text, markdown=False, warnings=warnings)
 
 
 def decode_guessed(content: bytes) -> tuple[str, str]:

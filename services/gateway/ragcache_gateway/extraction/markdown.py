@@ -23,6 +23,7 @@ from ragcache_core.documents.markdown_blocks import (
     markdown_blocks,
 )
 from ragcache_core.retrieval.metadata import MetadataValue
+from ragcache_gateway.extraction.encodings import decoded
 from ragcache_gateway.extraction.extracted import (
     ExtractedText,
     UnreadableDocument,
@@ -49,7 +50,7 @@ def has_hidden_parts(text: str) -> bool:
     return start.startswith(("---", "+++")) or any(sign in text for sign in _SIGNS)
 
 
-def read_markdown(text: str) -> ExtractedText:
+def read_markdown(content: bytes) -> ExtractedText:
     """Read a document without its front matter and comments.
 
     Front matter without other text is the text.
@@ -57,7 +58,7 @@ def read_markdown(text: str) -> ExtractedText:
     Raises:
         UnreadableDocument: It has only comments.
     """
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    text, warnings = decoded(content)
     data: Mapping[str, MetadataValue] = {}
     hidden = ""
     if (front := front_matter(text)) is not None:
@@ -75,7 +76,7 @@ def read_markdown(text: str) -> ExtractedText:
         for key, value in data.items()
         if key.lower() != "title"
     }
-    return ExtractedText(text, markdown=True, title=short_line(_as_text(title)), metadata=metadata)
+    return ExtractedText(text, True, short_line(_as_text(title)), metadata, warnings)
 
 
 def _as_text(value: MetadataValue) -> str:

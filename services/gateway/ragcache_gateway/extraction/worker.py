@@ -19,23 +19,40 @@ import resource
 import signal
 import sys
 import time
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from ragcache_core.documents.formats import DocumentFormat
-from ragcache_gateway.extraction.encodings import decode_plain, read_plain
+from ragcache_gateway.extraction.encodings import read_text
 from ragcache_gateway.extraction.extracted import ExtractedText, UnreadableDocument
 from ragcache_gateway.extraction.html.reader import read_html
+from ragcache_gateway.extraction.json_text import read_json
 from ragcache_gateway.extraction.markdown import read_markdown
+from ragcache_gateway.extraction.mdx import read_mdx
+from ragcache_gateway.extraction.notebook import read_notebook
 from ragcache_gateway.extraction.office import read_office
 from ragcache_gateway.extraction.pdf import read_pdf
+from ragcache_gateway.extraction.restructured import read_restructured
+from ragcache_gateway.extraction.tables import read_csv
 
 _DONE: Final = 0
 _REFUSED: Final = 3
 _NO_MEMORY: Final = 4
 _TOO_MUCH_TEXT: Final = 5
 _CAUSES: Final = {_NO_MEMORY: "memory", _TOO_MUCH_TEXT: "output", -signal.SIGXCPU: "cpu"}
+_READERS: Final[Mapping[DocumentFormat, Callable[[bytes], ExtractedText]]] = {
+    DocumentFormat.TEXT: read_text,
+    DocumentFormat.MARKDOWN: read_markdown,
+    DocumentFormat.HTML: read_html,
+    DocumentFormat.PDF: read_pdf,
+    DocumentFormat.CSV: read_csv,
+    DocumentFormat.JSON: read_json,
+    DocumentFormat.MDX: read_mdx,
+    DocumentFormat.NOTEBOOK: read_notebook,
+    DocumentFormat.RESTRUCTURED: read_restructured,
+}
 _NICE: Final = 5
 """Extraction gives way to questions."""
 
@@ -103,19 +120,8 @@ def _read_document(name: str, content: bytes) -> tuple[dict[str, Any], int]:
 
 
 def _read(kind: DocumentFormat, content: bytes) -> ExtractedText:
-    match kind:
-        case DocumentFormat.TEXT:
-            return read_plain(content, kind)
-        case DocumentFormat.MARKDOWN:
-            text = decode_plain(content)
-            decoded = read_plain(content, kind) if text is None else ExtractedText(text, True)
-            return replace(read_markdown(decoded.text), warnings=decoded.warnings)
-        case DocumentFormat.HTML:
-            return read_html(content)
-        case DocumentFormat.PDF:
-            return read_pdf(content)
-        case _:
-            return read_office(content, kind)
+    reader = _READERS.get(kind)
+    return read_office(content, kind) if reader is None else reader(content)
 
 
 def _limit(request: dict[str, Any]) -> None:

@@ -87,7 +87,7 @@ def file_document(
     kind = _format(fields, file_name, media_type)
     if kind is DocumentFormat.JSON_LINES:
         raise InvalidInput("file", "has several documents", "send it to POST /v1/documents:batch")
-    if fields.encoding is not None and not (kind.is_plain or kind is DocumentFormat.HTML):
+    if fields.encoding is not None and not kind.has_encoding:
         raise InvalidInput("encoding", f"is for text, and the file is {kind}", "leave it out")
     return IncomingDocument(fields, kind, content, "file", encoding=fields.encoding)
 

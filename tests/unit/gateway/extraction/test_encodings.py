@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.documents.formats import DocumentFormat
 from ragcache_gateway.extraction.encodings import (
     decode_guessed,
     decode_named,
     decode_plain,
     is_encoding,
-    read_plain,
+    read_text,
 )
 from ragcache_gateway.extraction.extracted import UnreadableDocument
 
@@ -61,7 +60,7 @@ def test_zeros_between_letters_are_wide_characters(text: str, encoding: str) -> 
 )
 def test_other_text_is_guessed_and_the_guess_is_said(text: str, encoding: str) -> None:
     content = ("Plain line.\n" * 3000 + text).encode(encoding)
-    read = read_plain(content, DocumentFormat.TEXT)
+    read = read_text(content)
     assert read.text.endswith(text)
     assert encoding in read.warnings[0]
 
