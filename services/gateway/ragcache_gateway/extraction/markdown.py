@@ -31,8 +31,8 @@ from ragcache_gateway.extraction.extracted import (
     short_line,
 )
 
-_MAX_METADATA_CHARS: Final = 1 << 13
-"""Most characters of keys and values. The retriever takes twice as many bytes."""
+_MAX_METADATA_BYTES: Final = 8 << 10
+"""Most bytes of keys and values. The retriever takes twice as many."""
 
 _SIGNS: Final = ("<!--", "]: #", "]: <")
 _INLINE: Final = re.compile(r"\\.|`++|<!--", re.DOTALL)
@@ -135,8 +135,10 @@ def _data(text: str, front: FrontMatter) -> dict[str, MetadataValue] | None:
         data = _toml(content) if front.mark == "+++" else _yaml(content)
     except (yaml.YAMLError, ValueError, RecursionError):
         return None
-    num_chars = sum(len(key) + len(_as_text(value)) for key, value in data.items())
-    return data if data and num_chars <= _MAX_METADATA_CHARS else None
+    num_bytes = sum(
+        len(f"{key}{_as_text(value)}".encode(errors="replace")) for key, value in data.items()
+    )
+    return data if data and num_bytes <= _MAX_METADATA_BYTES else None
 
 
 def _toml(content: str) -> dict[str, MetadataValue]:

@@ -174,16 +174,15 @@ class _UnitReader:
             border = Border.SENTENCE
 
     def _table(self, block: Block) -> Iterator[_Part]:
-        head = self._head(block)
-        begin = block.start
+        begin = _line_start(self._text, block.start)
+        head = self._head(block._replace(start=begin))
         border: Border | None = None
         if head is not None:
             yield _Part(head.start, head.end, UnitKind.HEAD, None, head.tokens)
             begin, border = head.end, Border.SENTENCE
-        for match in _LINE.finditer(self._text, begin, block.end):
-            if (span := _stripped_span(self._text, *match.span())) is not None:
-                yield from self._long_line(*span, UnitKind.SENTENCE, border, head)
-                border = Border.SENTENCE
+        for start, end in _line_spans(self._text, begin, block.end):
+            yield from self._long_line(start, end, UnitKind.SENTENCE, border, head)
+            border = Border.SENTENCE
 
     def _code(self, block: Block) -> Iterator[_Part]:
         """Yield lines of code. The borders at empty lines are better ones, best at top level."""
