@@ -53,9 +53,6 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 DEFAULT, NO_LABELS = "default", "no labels"
 MAX_ANSWER_TOKENS = 24
 QUICK_QUESTIONS, QUESTIONS = 12, 60
-QUICK_CHUNK_TOKENS = 64
-"""Of a chunk of the short manuals with ``--quick``, so that a manual has several."""
-
 NAMES_LABELS = (
     "Answer the question from the documents. Each passage begins with the name of its document in "
     "brackets. If they do not contain the answer, reply: not in the documents."
@@ -98,18 +95,11 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 class AnswersRun:
-    """Asks the questions of sets with settings, and keeps the answers.
+    """Asks the questions of sets with settings, and keeps the answers."""
 
-    Args:
-        base: Settings of every collection, which a setting's own replace.
-    """
-
-    def __init__(
-        self, platform: Platform, settings: Mapping[str, Setting], base: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, platform: Platform, settings: Mapping[str, Setting]) -> None:
         self._platform = platform
         self._settings = settings
-        self._base = base
         self._names: dict[str, str] = {}
         self.answers: dict[tuple[str, str], list[ModelAnswer]] = {}
 
@@ -155,7 +145,8 @@ class AnswersRun:
 
     def _collection(self, known: QuestionSet, setting: Setting) -> str:
         """Return the collection of a set with a setting, and make it at first."""
-        settings = {**self._base, **setting.collection}
+        own = {} if known.chunk_tokens is None else chunks_of(known.chunk_tokens)
+        settings = {**own, **setting.collection}
         key = f"{known.name} {json.dumps(settings, sort_keys=True)}"
         name = self._names.get(key)
         if name is None:
@@ -179,7 +170,7 @@ def run(platform: Platform, given: argparse.Namespace) -> dict[str, object]:
     """Ask all questions, and return the figures."""
     names = given.settings or ([DEFAULT, NO_LABELS] if given.quick else list(SETTINGS))
     settings = {name: SETTINGS[name] for name in dict.fromkeys((DEFAULT, NO_LABELS, *names))}
-    answers = AnswersRun(platform, settings, chunks_of(QUICK_CHUNK_TOKENS) if given.quick else {})
+    answers = AnswersRun(platform, settings)
     sets = list(read_sets(given))
     rng = Random(given.seed)
     right_share: dict[str, dict[str, Interval]] = {}
