@@ -25,6 +25,8 @@ Figures:
 - ``reused_share_with_labels``, ``reused_share_without``: tokens of prompts that were reused, over
   all tokens, when the questions of the first set are asked one after the other under a new system
   prompt; ``label_reuse_cost`` is the difference
+- ``reused_share_with_times``: the same with another time in the system prompt of each question, by
+  layout, if ``documents first`` is among the settings
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -50,7 +52,7 @@ from bench.support.answers.question_sets import SOURCES, QuestionSet
 from bench.support.program import options, say
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
-DEFAULT, NO_LABELS = "default", "no labels"
+DEFAULT, NO_LABELS, DOCUMENTS_FIRST = "default", "no labels", "documents first"
 MAX_ANSWER_TOKENS = 24
 QUICK_QUESTIONS, QUESTIONS = 12, 60
 NAMES_LABELS = (
@@ -58,7 +60,7 @@ NAMES_LABELS = (
     "brackets. If they do not contain the answer, reply: not in the documents."
 )
 
-AT_ONCE = 4
+AT_ONCE = 8
 """Questions of one setting that are asked at once."""
 
 
@@ -89,7 +91,7 @@ SETTINGS: Mapping[str, Setting] = {
     "top_k 8": Setting(options={"top_k": 8}),
     "chunks of 128": Setting(chunks_of(128)),
     "chunks of 512": Setting(chunks_of(512)),
-    "documents first": Setting(options={"layout": "documents-first"}),
+    DOCUMENTS_FIRST: Setting(options={"layout": "documents-first"}),
     "labels in the system prompt": Setting(system=NAMES_LABELS),
 }
 
@@ -123,12 +125,22 @@ class AnswersRun:
             for name, answers in found.items()
         }
 
-    def reused_share(self, known: QuestionSet, setting: Setting) -> float:
-        """Return the share of prompts' tokens that is reused under a new system prompt."""
+    def reused_share(
+        self, known: QuestionSet, setting: Setting, *, with_times: bool = False
+    ) -> float:
+        """Return the share of prompts' tokens that is reused under a new system prompt.
+
+        Args:
+            with_times: Whether the system prompt has another time for each question.
+        """
         system = f"Answer from the documents. Reader {uuid.uuid4().hex}."
-        new = Setting(setting.collection, setting.options, system)
-        answers = [self._ask(known, new, one.text, max_tokens=1) for one in known.questions]
-        return sum(a.reused_tokens for a in answers) / sum(a.prompt_tokens for a in answers)
+        answers = []
+        for i, one in enumerate(known.questions):
+            time_of_day = f" It is {i // 60:02}:{i % 60:02}." if with_times else ""
+            new = replace(setting, system=system + time_of_day)
+            answers.append(self._ask(known, new, one.text, max_tokens=1))
+        reused = sum(answer.reused_tokens for answer in answers)
+        return round(reused / sum(answer.prompt_tokens for answer in answers), 4)
 
     def close(self) -> None:
         """Delete the collections."""
@@ -188,6 +200,11 @@ def run(platform: Platform, given: argparse.Namespace) -> dict[str, object]:
         with_labels, without = (
             answers.reused_share(sets[0], settings[name]) for name in (DEFAULT, NO_LABELS)
         )
+        with_times = {
+            name: answers.reused_share(sets[0], settings[name], with_times=True)
+            for name in (DEFAULT, DOCUMENTS_FIRST)
+            if DOCUMENTS_FIRST in settings
+        }
     finally:
         answers.close()
     if given.show:
@@ -196,8 +213,9 @@ def run(platform: Platform, given: argparse.Namespace) -> dict[str, object]:
         "right_share": right_share,
         "gain": gains,
         "tokens_added_by_labels": round(_added_tokens(sets, answers), 1),
-        "reused_share_with_labels": round(with_labels, 4),
-        "reused_share_without": round(without, 4),
+        "reused_share_with_labels": with_labels,
+        "reused_share_without": without,
+        "reused_share_with_times": with_times,
         "label_reuse_cost": round(without - with_labels, 4),
         "model": given.model,
         "seed": given.seed,
