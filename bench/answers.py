@@ -25,6 +25,8 @@ Figures:
 - ``reused_share_with_labels``, ``reused_share_without``: tokens of prompts that were reused, over
   all tokens, when the questions of the first set are asked one after the other under a new system
   prompt; ``label_reuse_cost`` is the difference
+- ``reused_share_with_times``: the same with another time in the system prompt of each question, by
+  layout, if ``documents first`` is among the settings
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -50,18 +52,15 @@ from bench.support.answers.question_sets import SOURCES, QuestionSet
 from bench.support.program import options, say
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
-DEFAULT, NO_LABELS = "default", "no labels"
+DEFAULT, NO_LABELS, DOCUMENTS_FIRST = "default", "no labels", "documents first"
 MAX_ANSWER_TOKENS = 24
 QUICK_QUESTIONS, QUESTIONS = 12, 60
-QUICK_CHUNK_TOKENS = 64
-"""Of a chunk of the short manuals with ``--quick``, so that a manual has several."""
-
 NAMES_LABELS = (
     "Answer the question from the documents. Each passage begins with the name of its document in "
     "brackets. If they do not contain the answer, reply: not in the documents."
 )
 
-AT_ONCE = 4
+AT_ONCE = 8
 """Questions of one setting that are asked at once."""
 
 
@@ -92,24 +91,17 @@ SETTINGS: Mapping[str, Setting] = {
     "top_k 8": Setting(options={"top_k": 8}),
     "chunks of 128": Setting(chunks_of(128)),
     "chunks of 512": Setting(chunks_of(512)),
-    "documents first": Setting(options={"layout": "documents-first"}),
+    DOCUMENTS_FIRST: Setting(options={"layout": "documents-first"}),
     "labels in the system prompt": Setting(system=NAMES_LABELS),
 }
 
 
 class AnswersRun:
-    """Asks the questions of sets with settings, and keeps the answers.
+    """Asks the questions of sets with settings, and keeps the answers."""
 
-    Args:
-        base: Settings of every collection, which a setting's own replace.
-    """
-
-    def __init__(
-        self, platform: Platform, settings: Mapping[str, Setting], base: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, platform: Platform, settings: Mapping[str, Setting]) -> None:
         self._platform = platform
         self._settings = settings
-        self._base = base
         self._names: dict[str, str] = {}
         self.answers: dict[tuple[str, str], list[ModelAnswer]] = {}
 
@@ -133,12 +125,22 @@ class AnswersRun:
             for name, answers in found.items()
         }
 
-    def reused_share(self, known: QuestionSet, setting: Setting) -> float:
-        """Return the share of prompts' tokens that is reused under a new system prompt."""
+    def reused_share(
+        self, known: QuestionSet, setting: Setting, *, with_times: bool = False
+    ) -> float:
+        """Return the share of prompts' tokens that is reused under a new system prompt.
+
+        Args:
+            with_times: Whether the system prompt has another time for each question.
+        """
         system = f"Answer from the documents. Reader {uuid.uuid4().hex}."
-        new = Setting(setting.collection, setting.options, system)
-        answers = [self._ask(known, new, one.text, max_tokens=1) for one in known.questions]
-        return sum(a.reused_tokens for a in answers) / sum(a.prompt_tokens for a in answers)
+        answers = []
+        for i, one in enumerate(known.questions):
+            time_of_day = f" It is {i // 60:02}:{i % 60:02}." if with_times else ""
+            new = replace(setting, system=system + time_of_day)
+            answers.append(self._ask(known, new, one.text, max_tokens=1))
+        reused = sum(answer.reused_tokens for answer in answers)
+        return round(reused / sum(answer.prompt_tokens for answer in answers), 4)
 
     def close(self) -> None:
         """Delete the collections."""
@@ -155,7 +157,8 @@ class AnswersRun:
 
     def _collection(self, known: QuestionSet, setting: Setting) -> str:
         """Return the collection of a set with a setting, and make it at first."""
-        settings = {**self._base, **setting.collection}
+        own = {} if known.chunk_tokens is None else chunks_of(known.chunk_tokens)
+        settings = {**own, **setting.collection}
         key = f"{known.name} {json.dumps(settings, sort_keys=True)}"
         name = self._names.get(key)
         if name is None:
@@ -179,7 +182,7 @@ def run(platform: Platform, given: argparse.Namespace) -> dict[str, object]:
     """Ask all questions, and return the figures."""
     names = given.settings or ([DEFAULT, NO_LABELS] if given.quick else list(SETTINGS))
     settings = {name: SETTINGS[name] for name in dict.fromkeys((DEFAULT, NO_LABELS, *names))}
-    answers = AnswersRun(platform, settings, chunks_of(QUICK_CHUNK_TOKENS) if given.quick else {})
+    answers = AnswersRun(platform, settings)
     sets = list(read_sets(given))
     rng = Random(given.seed)
     right_share: dict[str, dict[str, Interval]] = {}
@@ -197,6 +200,11 @@ def run(platform: Platform, given: argparse.Namespace) -> dict[str, object]:
         with_labels, without = (
             answers.reused_share(sets[0], settings[name]) for name in (DEFAULT, NO_LABELS)
         )
+        with_times = {
+            name: answers.reused_share(sets[0], settings[name], with_times=True)
+            for name in (DEFAULT, DOCUMENTS_FIRST)
+            if DOCUMENTS_FIRST in settings
+        }
     finally:
         answers.close()
     if given.show:
@@ -205,8 +213,9 @@ def run(platform: Platform, given: argparse.Namespace) -> dict[str, object]:
         "right_share": right_share,
         "gain": gains,
         "tokens_added_by_labels": round(_added_tokens(sets, answers), 1),
-        "reused_share_with_labels": round(with_labels, 4),
-        "reused_share_without": round(without, 4),
+        "reused_share_with_labels": with_labels,
+        "reused_share_without": without,
+        "reused_share_with_times": with_times,
         "label_reuse_cost": round(without - with_labels, 4),
         "model": given.model,
         "seed": given.seed,

@@ -15,6 +15,9 @@ XQUAD = Path("xquad_en", "xquad.en.json")
 MUSIQUE = Path("hipporag", "musique_train.json")
 CACHE_BLEND = Path("cacheblend", "musique_s.json")
 
+MANUAL_CHUNK_TOKENS = 64
+"""Manuals are short here. With these chunks they are divided as long ones are with usual ones."""
+
 _MACHINES = (
     ("laser marker", "K7", "Q9"),
     ("belt sander", "B210", "B340"),
@@ -93,11 +96,15 @@ class KnownQuestion:
 
 @dataclass(frozen=True, slots=True)
 class QuestionSet:
-    """Documents and questions about them."""
+    """Documents and questions about them.
+
+    ``chunk_tokens`` is the size of its chunks where no setting names one; None: the platform's.
+    """
 
     name: str
     documents: tuple[KnownDocument, ...]
     questions: tuple[KnownQuestion, ...]
+    chunk_tokens: int | None = None
 
 
 def _has(words: Sequence[str], phrase: str) -> bool:
@@ -135,7 +142,8 @@ def make_manuals(count: int, rng: Random) -> QuestionSet:
                         of_value.format(kind=kind, value=value), (name,), (names[1 - i],)
                     ),
                 ]
-    return QuestionSet("manuals", tuple(documents), _drawn(questions, count, rng))
+    drawn = _drawn(questions, count, rng)
+    return QuestionSet("manuals", tuple(documents), drawn, MANUAL_CHUNK_TOKENS)
 
 
 def read_xquad(data: Path, count: int, rng: Random) -> QuestionSet:

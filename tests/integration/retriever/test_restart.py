@@ -293,7 +293,7 @@ async def test_a_document_that_a_new_embedder_refuses_blocks_no_other(
         assert (await client.get_document("default", "volcano")).text == "All about the volcano."
         reply = await client.delete_document("default", "volcano")
         assert list(reply.deletes[0].token_digests) == [
-            digest_of(tokenizer, "All about the volcano.")
+            digest_of(tokenizer, "[volcano]\nAll about the volcano.")
         ]
 
 

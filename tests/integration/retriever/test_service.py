@@ -80,7 +80,9 @@ async def test_a_document_is_found_as_soon_as_it_is_acknowledged(client: Retriev
     assert not best.before
 
 
-async def test_an_unchanged_document_stays_as_it_is(client: RetrieverClient) -> None:
+async def test_an_unchanged_document_stays_as_it_is(
+    client: RetrieverClient, tiny_model: Path
+) -> None:
     first = await client.upsert_document(document("d", service_page("d", "north")))
     again = await client.upsert_document(document("d", service_page("d", "north")))
     assert not again.changed
@@ -91,7 +93,9 @@ async def test_an_unchanged_document_stays_as_it_is(client: RetrieverClient) -> 
     )
     assert retitled.changed
     assert retitled.document.content_hash != first.document.content_hash
-    assert not retitled.deletes
+    # Its chunks begin with the title.
+    old = {digest_of(tokenizer_of(tiny_model), text) for text in first.chunks}
+    assert set(removed_digests(retitled)) == old
 
 
 async def test_a_changed_document_is_found_by_its_new_text(
@@ -109,9 +113,12 @@ async def test_a_changed_document_is_found_by_its_new_text(
 
 
 async def test_a_deleted_document_is_gone(client: RetrieverClient, tiny_model: Path) -> None:
-    # The pages differ in their first chunk only, so the other page still has the rest.
-    first = (await client.upsert_document(document("a", service_page("a", "north")))).chunks[0]
-    await client.upsert_document(document("b", service_page("b", "south")))
+    # The pages have one title and no headings. They differ in their first chunk only, so the other
+    # page still has the rest.
+    fields = {"title": "Services", "content_type": pb.CONTENT_TYPE_TEXT}
+    page = document("a", service_page("a", "north"), **fields)
+    first = (await client.upsert_document(page)).chunks[0]
+    await client.upsert_document(document("b", service_page("b", "south"), **fields))
     reply = await client.delete_document("default", "a")
     assert removed_digests(reply) == [digest_of(tokenizer_of(tiny_model), first)]
     final = (await search(client, "a north", 100))[-1]
@@ -166,7 +173,7 @@ async def test_a_reply_holds_no_more_chunks_than_fit_into_a_message(
     assert reply.document.num_chunks == len(reply.chunks) > 1
     first = reply.chunks[0]
     monkeypatch.setattr(service, "MAX_CHUNKS_BYTES", len(first) + 2)
-    changed = document("a", service_page("a", "north"), title="other")
+    changed = document("a", service_page("a", "north"), metadata={"k": "v"})
     again = await client.upsert_document(changed)
     assert list(again.chunks) == [first]
     monkeypatch.setattr(outbox, "DELETE_CHUNKS", 1)
