@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ragcache_core.errors import InvalidInput
-from ragcache_gateway.chat.schema import ChatMessage, ChatRequest
+from ragcache_gateway.chat.schema import ChatMessage, ChatRequest, check_values
 from ragcache_gateway.prompts.conversation import Conversation, Turn
 
 _SYSTEM_ROLES: Final = ("system", "developer")
@@ -87,11 +87,12 @@ def _tool_call(call: dict[str, Any], path: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             # A model may have written it, and the history has to stay usable. vLLM does the same.
             arguments = {}
     if not isinstance(arguments, dict):
         arguments = {}
+    check_values({f"{path}.arguments": arguments})
     return {**call, "function": {**function, "arguments": arguments}}
 
 

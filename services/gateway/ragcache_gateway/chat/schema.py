@@ -44,9 +44,21 @@ def screen_fields(body: Mapping[str, Any], refused: RefusedFields) -> dict[str, 
                 raise InvalidInput(name, "is not supported", fix)
             continue
         kept[name] = value
-    for path, value in _values(kept):
-        _check_value(path, value)
+    check_values(kept)
     return kept
+
+
+def check_values(fields: Mapping[str, Any]) -> None:
+    """Refuse values that cannot be part of a prompt, or are nested too deep.
+
+    Args:
+        fields: Values by their paths.
+
+    Raises:
+        InvalidInput: It names the path of the value.
+    """
+    for path, value in _values(fields):
+        _check_value(path, value)
 
 
 def _check_value(path: str, value: object) -> None:
@@ -439,6 +451,7 @@ class InlineCitation(BaseModel):
     document_id: str
     title: str
     chunk: str
+    page: int | None = Field(description="First page of the chunk; null: there are no pages.")
     quote: str = Field(description="The text of the chunk that supports the sentence.")
     quote_start: int = Field(description="First character of the quote in the chunk's text.")
     quote_end: int

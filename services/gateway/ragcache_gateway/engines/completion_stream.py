@@ -208,12 +208,15 @@ class Completion:
             return is_full, not unfinished or self._ended or self._error is not None
 
         relay = _Relay(self._response, receive)
-        has_ended = await relay.run(drain, self._timeout_s)
+        try:
+            has_ended = await relay.run(drain, self._timeout_s)
+        finally:
+            # After a cancel or a timeout, too: an error event is the last one of a stream.
+            self._response.stop_delivery()
         if unfinished:
             self._raise_if_ended("it ended the answer without a finish reason")
             assert not has_ended
             raise Unavailable(ENGINE, f"no token came within {self._timeout_s} s")
-        self._response.stop_delivery()
         await self._read_rest()
 
     def _take_relayed(self, part: bytes | None, unfinished: set[int]) -> list[bytes]:

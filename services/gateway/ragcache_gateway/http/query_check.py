@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Final
 
 from fastapi import Depends, Request
@@ -15,7 +14,6 @@ _IGNORED: Final = frozenset({"api-version"})
 """Parameters that clients of Azure add to every request."""
 
 
-@lru_cache(maxsize=256)
 def _known_parameters(route: APIRoute) -> frozenset[str]:
     return frozenset(one.alias for one in get_flat_dependant(route.dependant).query_params)
 
@@ -28,7 +26,8 @@ async def check_query(request: Request) -> None:
     for name in request.query_params:
         if name not in known | _IGNORED:
             fix = f"send {' or '.join(sorted(known))}" if known else "leave it out"
-            raise InvalidInput(name[:100], f"is no query parameter of {request.url.path}", fix)
+            problem = f"is no query parameter of {request.url.path[:100]}"
+            raise InvalidInput(name[:100], problem, fix)
 
 
 CHECKED_QUERY: Final = Depends(check_query)

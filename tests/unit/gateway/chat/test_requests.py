@@ -408,7 +408,19 @@ def test_the_question_of_an_agents_turn_is_the_users_last_message() -> None:
     }
 
 
-@pytest.mark.parametrize("arguments", ["{not json", "[1]", "", None])
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [('{"a": ' * 100 + "1" + "}" * 100, "levels deep"), ('{"a": "\\u0000"}', "NUL character")],
+)
+def test_arguments_that_no_prompt_can_have_are_refused(arguments: str, problem: str) -> None:
+    call = {"id": "c1", "function": {"name": "look", "arguments": arguments}}
+    request = read(messages=[{"role": "assistant", "tool_calls": [call]}])
+    with pytest.raises(InvalidInput, match=problem) as caught:
+        read_conversation(request)
+    assert caught.value.field.startswith("messages[0].tool_calls[0].function.arguments")
+
+
+@pytest.mark.parametrize("arguments", ["{not json", "[1]", "", None, "[" * 100_000])
 def test_arguments_that_are_no_object_do_not_end_a_conversation(arguments: object) -> None:
     call = {"id": "c1", "function": {"name": "look", "arguments": arguments}}
     request = read(messages=[{"role": "assistant", "tool_calls": [call]}])

@@ -142,3 +142,20 @@ async def test_an_engine_that_sends_nothing_fails_after_the_timeout() -> None:
     response.part_received(event("a"))
     with pytest.raises(Unavailable, match="no token came"):
         await answer.relay(1, lambda _: False, nothing_to_drain)
+
+
+async def test_nothing_is_passed_on_after_a_cancel() -> None:
+    answer, response, _ = completion()
+    passed: list[bytes] = []
+
+    def deliver(events: list[bytes]) -> bool:
+        passed.extend(events)
+        return False
+
+    relay = asyncio.create_task(answer.relay(1, deliver, nothing_to_drain))
+    response.part_received(event("a"))
+    await until(lambda: passed)
+    relay.cancel()
+    await asyncio.wait((relay,))
+    response.part_received(event("b"))
+    assert len(passed) == 1
