@@ -48,6 +48,7 @@ class Gateway:
     def __init__(self) -> None:
         self.collections: list[dict[str, Any]] = []
         self.answer: Any = ANSWER
+        self.processor: Any = {"number_type": "bfloat16", "is_slow": True}
         self.status = 200
         self.requests: list[tuple[str, str, Any]] = []
         self.keys: set[str | None] = set()
@@ -72,6 +73,8 @@ class Gateway:
                 return web.json_response(self.cache)
             case "/v1/quality":
                 return web.json_response({"verdict": "failed"})
+            case "/ragcache/processor":
+                return web.json_response(self.processor, status=self.status)
             case "/readyz":
                 return web.json_response({"progress": "indexing 1 of 2"}, status=503)
             case "/endless/v1/cache" | "/endless/readyz":
@@ -208,3 +211,23 @@ async def test_an_endless_body_is_aborted(gateway: Gateway, gateways: GatewayCli
 async def test_the_verdict_on_blends_is_read(gateway: Gateway, gateways: GatewayClient) -> None:
     assert await gateways.blend_verdict(GatewayAccess(gateway.url)) == "failed"
     assert await gateways.blend_verdict(GatewayAccess("http://127.0.0.1:1")) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "slow"),
+    [
+        ({"number_type": "bfloat16", "is_slow": True}, 200, "bfloat16"),
+        ({"number_type": "float32", "is_slow": False}, 200, ""),
+        ({"error": "not found"}, 404, None),
+        ([], 200, None),
+    ],
+)
+async def test_an_engine_tells_which_number_type_is_slow(
+    gateway: Gateway, gateways: GatewayClient, answer: Any, status: int, slow: str | None
+) -> None:
+    gateway.processor, gateway.status = answer, status
+    assert await gateways.slow_number_type(gateway.url.removeprefix("http://")) == slow
+
+
+async def test_an_engine_that_does_not_answer_tells_nothing(gateways: GatewayClient) -> None:
+    assert await gateways.slow_number_type("127.0.0.1:9") is None
