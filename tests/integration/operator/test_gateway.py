@@ -48,7 +48,6 @@ class Gateway:
     def __init__(self) -> None:
         self.collections: list[dict[str, Any]] = []
         self.answer: Any = ANSWER
-        self.processor: Any = {"number_type": "bfloat16", "is_slow": True}
         self.status = 200
         self.requests: list[tuple[str, str, Any]] = []
         self.keys: set[str | None] = set()
@@ -67,14 +66,12 @@ class Gateway:
         match request.path:
             case "/v1/collections":
                 return web.json_response({"data": self.collections})
-            case "/v1/chat/completions":
+            case "/v1/chat/completions" | "/ragcache/processor":
                 return web.json_response(self.answer, status=self.status)
             case "/v1/cache":
                 return web.json_response(self.cache)
             case "/v1/quality":
                 return web.json_response({"verdict": "failed"})
-            case "/ragcache/processor":
-                return web.json_response(self.processor, status=self.status)
             case "/readyz":
                 return web.json_response({"progress": "indexing 1 of 2"}, status=503)
             case "/endless/v1/cache" | "/endless/readyz":
@@ -225,7 +222,7 @@ async def test_the_verdict_on_blends_is_read(gateway: Gateway, gateways: Gateway
 async def test_an_engine_tells_which_number_type_is_slow(
     gateway: Gateway, gateways: GatewayClient, answer: Any, status: int, slow: str | None
 ) -> None:
-    gateway.processor, gateway.status = answer, status
+    gateway.answer, gateway.status = answer, status
     assert await gateways.slow_number_type(gateway.url.removeprefix("http://")) == slow
 
 
