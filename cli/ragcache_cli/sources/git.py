@@ -25,7 +25,10 @@ from ragcache_operator.spec.collection import GitSource
 
 _TOKEN_USER = "x-access-token"
 """User name for hosts that accept a token as the password; they ignore it."""
-_KEPT_VARIABLES = re.compile(r"PATH|(?:https?|no|all)_proxy|SSL_CERT_(?:FILE|DIR)", re.IGNORECASE)
+_KEPT_VARIABLES = re.compile(
+    r"PATH|(?:https?|no|all)_proxy|SSL_CERT_(?:FILE|DIR)|GIT_SSL_CAINFO", re.IGNORECASE
+)
+"""How to reach hosts and which authorities to trust. Git itself reads only GIT_SSL_CAINFO."""
 _BLOCK_BYTES = 512
 """The unit of ``ulimit -f``."""
 _MAX_STDERR_CHARS = 200

@@ -85,7 +85,7 @@ def _claims(desired: Sequence[Object], children: Sequence[Object]) -> Iterator[C
         for child in children
         if child["kind"] == CLAIMS.kind and "deletionTimestamp" not in child["metadata"]
     ]
-    for workload in desired:
+    for workload in (obj for obj in desired if obj["kind"] == STATEFUL_SETS.kind):
         for name, size in _texts(workload).items():
             pattern = re.compile(rf"{name}-{re.escape(workload['metadata']['name'])}-\d+")
             for claim in claims:

@@ -181,7 +181,8 @@ class ModelSpec(ManifestModel):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of the weights and the KV cache. auto uses the data type of the saved weights, and
     16 bits for float32. On processors without AVX-512, 16 bits are several times slower than
-    float32: `ragcache up` then takes float32 for auto. On Kubernetes, set it for such nodes."""
+    float32: `ragcache up` then takes float32 for auto. On Kubernetes the condition
+    DataTypeSupported names such engines, and the field is yours to set."""
     weights: ByteQuantity | None = None
     """Size of the weights in memory, which the memory request of each engine includes. If unset, it
     is known for bundled models. For other models it is a guess from the number of parameters in the

@@ -132,7 +132,8 @@ class RagCacheStatus(ManifestModel):
     """The conditions Accepted, CacheStoreReady, RetrieverReady, EnginesReady, GatewayReady,
     SelfTestPassed and Ready. With spec.reuse.mode blend also BlendVerified, which tells whether a
     quality measurement of this model has passed. After a size of volumes was raised also
-    VolumesResized, which tells whether they have grown."""
+    VolumesResized, which tells whether they have grown. After an engine was on a processor without
+    instructions for the model's data type also DataTypeSupported."""
     progress: str | None = None
     """What the operator waits for, like "engine: loading the model". It is unset when nothing is
     in progress."""

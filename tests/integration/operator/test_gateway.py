@@ -66,7 +66,7 @@ class Gateway:
         match request.path:
             case "/v1/collections":
                 return web.json_response({"data": self.collections})
-            case "/v1/chat/completions":
+            case "/v1/chat/completions" | "/ragcache/processor":
                 return web.json_response(self.answer, status=self.status)
             case "/v1/cache":
                 return web.json_response(self.cache)
@@ -208,3 +208,23 @@ async def test_an_endless_body_is_aborted(gateway: Gateway, gateways: GatewayCli
 async def test_the_verdict_on_blends_is_read(gateway: Gateway, gateways: GatewayClient) -> None:
     assert await gateways.blend_verdict(GatewayAccess(gateway.url)) == "failed"
     assert await gateways.blend_verdict(GatewayAccess("http://127.0.0.1:1")) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "slow"),
+    [
+        ({"number_type": "bfloat16", "is_slow": True}, 200, "bfloat16"),
+        ({"number_type": "float32", "is_slow": False}, 200, ""),
+        ({"error": "not found"}, 404, None),
+        ([], 200, None),
+    ],
+)
+async def test_an_engine_tells_which_number_type_is_slow(
+    gateway: Gateway, gateways: GatewayClient, answer: Any, status: int, slow: str | None
+) -> None:
+    gateway.answer, gateway.status = answer, status
+    assert await gateways.slow_number_type(gateway.url.removeprefix("http://")) == slow
+
+
+async def test_an_engine_that_does_not_answer_tells_nothing(gateways: GatewayClient) -> None:
+    assert await gateways.slow_number_type("127.0.0.1:9") is None

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from examples.demo import QUESTIONS, Asked, faults_of, pairs, read_questions, summary
+from examples.demo import QUESTIONS, Asked, faults_of, read_questions, summary
+from examples.demo_size import pairs
 from ragcache_cli.commands.ask import Reply
 from ragcache_cli.commands.ingest import Ingested
 from ragcache_cli.sources.documents import DocumentFile
@@ -52,13 +53,13 @@ def test_the_figures_are_medians_and_their_ratios() -> None:
         Asked("b", "exact", reply(2000), reply(200, "No.", loaded_tokens=900)),
     ]
     mixed = [Asked("c", "blend", reply(900), reply(300, blended_tokens=700, recomputed_tokens=90))]
-    found = summary(Ingested(3, 0, (), 80), 3, 2.0, same, mixed)
+    found = summary(Ingested(3, 0, (), 80), 2.0, same, mixed)
     assert (found["warm_ratio"], found["blend_ratio"]) == (10.0, 3.0)
     assert (found["cold_ms"], found["warm_ms"]) == (1500, 150)
     assert (found["chunks"], found["ingest_chunks_per_s"]) == (80, 40.0)
     assert (found["questions"], found["same_answers"], found["mixed_questions"]) == (2, 1, 1)
     assert (found["warm_loaded_tokens"], found["blended_tokens"]) == (1800, 700)
-    assert summary(Ingested(3, 0, (), 80), 3, 2.0, same, [])["blend_ratio"] is None
+    assert summary(Ingested(3, 0, (), 80), 2.0, same, [])["blend_ratio"] is None
 
 
 def test_it_fails_without_answers_citations_or_loads_and_not_for_wrong_answers() -> None:
