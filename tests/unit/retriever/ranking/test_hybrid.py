@@ -141,7 +141,7 @@ def test_a_least_score_leaves_hits_out(ranking: HybridRanking, pages: RankedColl
 def test_copies_are_named_by_the_newest(ranking: HybridRanking, store: DocumentStore) -> None:
     page = " ".join(f"word{i}" for i in range(60))
     vectors = [unit(1, 0, 0, 0.1), unit(1, 0, 0, 0), unit(0, 1, 0, 0)]
-    pages = ranked_collection(store, [page, page + " more", "another text"], vectors)
+    pages = ranked_collection(store, [page, page.replace(" ", "\n"), "another text"], vectors)
     *_, final = pages.search(ranking, "word3 text", unit(1, 0.1, 0, 0))
     assert pages.indexes(final) == [1, 2]
     assert final.hits[0].duplicates == (pages.rows[0],)
@@ -269,12 +269,12 @@ NUM_PAGES, NUM_VERSIONS = 30, 4
 
 
 def versioned_pages(store: DocumentStore, num_pages: int, num_versions: int) -> RankedCollection:
-    """Pages whose versions differ by one word. Earlier pages are nearer to ``ALONG``."""
+    """Pages whose versions differ by white space. Earlier pages are nearer to ``ALONG``."""
     texts, vectors = [], []
     for page in range(num_pages):
         for version in range(num_versions):
             words = [f"p{page}w{i}" for i in range(40)]
-            texts.append(" ".join([*words, f"version{version}"]))
+            texts.append(" ".join(words) + " " * version)
             angle = (page + version / 100) / num_pages
             vectors.append(unit(np.cos(angle), np.sin(angle), 0, 0))
     return ranked_collection(store, texts, vectors)
