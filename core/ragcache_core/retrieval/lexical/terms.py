@@ -56,7 +56,7 @@ _SEGMENT = re.compile(rf"{_BEGIN}{_LETTER}+(?:(?:[-.+]|_+|{_NUMBER_COMMA}){_LETT
 """A part of an identifier between slashes, colons and at signs."""
 _DATE_AND_TIME = re.compile(r"(?<=\d-\d\d)t(?=\d\d:)")
 _VERSION = re.compile(r"v(\d+(?:\.\d+)+.*)")
-_QUANTITY = re.compile(r"\d+(?:[a-z]{1,2}|-[a-z]+)")
+_AMOUNT = re.compile(r"\d{1,4}[a-z]{1,2}|\d{1,3}-[a-z]{3,}")
 """Such as "5km", "3rd" and "12-month"."""
 _SPECIAL = re.compile(
     r"[./@-].*"  # such as ".NET" and "-v"
@@ -90,7 +90,7 @@ def is_identifier(term: str) -> bool:
     if not term.endswith(IDENTIFIER_MARK):
         return False
     name = term[:-1]
-    return _SPECIAL.fullmatch(name) is not None and not _QUANTITY.fullmatch(name)
+    return _SPECIAL.fullmatch(name) is not None and not _AMOUNT.fullmatch(name)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -31,7 +31,7 @@ _PREVIEW_SOURCE_CHARS = 4 * PREVIEW_CHARS
 def cite(passages: Iterable[Passage]) -> list[Citation]:
     """Make a citation of each passage that is a hit, best first."""
     hits = [passage for passage in passages if passage.score is not None]
-    hits.sort(key=lambda passage: -(passage.score or 0.0))
+    hits.sort(key=lambda passage: passage.hit_rank)
     return [
         Citation(
             document_id=passage.chunk.document_id,

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 LEG_HITS = 100
 """Hits that each leg contributes at least."""
 MAX_LEG_HITS = 1600
-"""Hits up to which the legs are asked for more, while too few are left without duplicates."""
+"""Hits up to which the legs are asked for more, while too few are left without copies."""
 LEXICAL_THREADS = 2
 LEXICAL_DEADLINE_S = 1.0
 """Longest wait for the lexical leg after the index has finished. Then the dense leg ranks alone."""
@@ -61,7 +61,7 @@ NOT_RERANKED_PROGRESS = 0.99
 _LEG_GROWTH = 4
 """Each retry asks for this many times as many hits."""
 _SPARE_HITS = 8
-"""Candidates to examine beyond one and a half times the hits, to replace near duplicates."""
+"""Candidates to examine beyond one and a half times the hits, to replace copies."""
 _DIVERSE_HITS = 3
 """Hits to choose from, for each one that is returned, if diversity is wanted."""
 _NO_DENSE_LEG = IndexStage((), (), 1.0, True, 1.0, 0)
@@ -161,7 +161,7 @@ class _HybridSearch:
     def _add_hits(
         self, dense: IndexStage, lexical: Sequence[LexicalHit] | None, num_asked: int
     ) -> None:
-        """Ask the legs for more hits while too few are left without duplicates."""
+        """Ask the legs for more hits while too few are left without copies."""
         while self._is_short and num_asked < MAX_LEG_HITS:
             has_more_dense = len(dense.rows) >= num_asked
             has_more_lexical = lexical is not None and len(lexical) >= num_asked
@@ -174,7 +174,7 @@ class _HybridSearch:
                 if has_more_lexical:
                     lexical = self._find_terms(num_asked)
             except RagCacheError as error:
-                log.warning("search: too few hits without duplicates error=%s", error)
+                log.warning("search: too few hits without copies error=%s", error)
                 return
             if self._search.cancelled():
                 return
@@ -266,7 +266,7 @@ class _HybridSearch:
         return {} if scores is None else dict(zip(rows, scores.tolist(), strict=True))
 
     def _choose(self, candidates: Candidates, fused: Scores) -> None:
-        """Set the hits of a stage: without duplicates, diverse, and above the least score."""
+        """Set the hits of a stage: without copies, diverse, and above the least score."""
         search = self._search
         scores = self._shown_scores(candidates, fused)
         reranked = np.array([self._reranked.get(row, np.nan) for row in candidates.rows.tolist()])
