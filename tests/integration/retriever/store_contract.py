@@ -26,6 +26,7 @@ from ragcache_core.retrieval.filters import (
 )
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_core.retrieval.lexical import word_choice
+from ragcache_core.retrieval.lexical.terms import is_identifier, terms_of
 from ragcache_core.retrieval.metadata import MetadataValue, instant_of
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
 from ragcache_retriever.store.document_store import DocumentStore
@@ -632,6 +633,61 @@ class LexicalContract:
         put(store, "d", ["apple"])
         assert documents_of(store, serving(store), word, "apple") == ["d"]
 
+    @pytest.mark.parametrize(
+        "names",
+        [
+            ("192.168.7.31", "192.168.31.7", "168.192.7.31", "31.7.168.192", "192.168.7.310"),
+            ("2022-07-11", "2022-11-07", "2022-07-12", "11.07.2022"),
+            ("C++", "C#", "C", ".NET", "net", "F#"),
+            ("--no-color", "--color", "-c", "no_color", "NO-COLOR"),
+            ("TX300S", "TX300", "TX-300", "TX300/S", "300-TX"),
+            ("/var/log/app.log", "/var/app/log.log", "app.log", "log/app"),
+            ("jo.kim@example.org", "kim.jo@example.org", "example.org", "jo@kim.example.org"),
+        ],
+        ids=["addresses", "dates", "languages", "options", "parts", "paths", "mail"],
+    )
+    def test_a_chunk_with_the_identifier_comes_first(
+        self, store: DocumentStore, names: Sequence[str]
+    ) -> None:
+        generation = serving(store)
+        for i, name in enumerate(names):
+            put(store, f"d{i}", [f"About {name}: it is checked, cleaned and signed."], title="log")
+        for i, name in enumerate(names):
+            if any(map(is_identifier, terms_of(name))):
+                assert documents_of(store, generation, f"What is {name}?")[0] == f"d{i}"
+
+    def test_a_stemmer_changes_no_identifier(self, store: DocumentStore) -> None:
+        put(store, "d", ["part AB12S, error E50ing", "parts"], title="")
+        found = [
+            [hit.num_identifiers for hit in store.lexical.hits(serving(store), terms_of(name), 5)]
+            for name in ("AB12S", "AB12", "E50ing", "E50")
+        ]
+        assert found == [[1], [], [1], []]
+        assert documents_of(store, serving(store), "part") == ["d", "d"]
+
+    @pytest.mark.parametrize(
+        ("texts", "question", "found"),
+        [
+            (("灭火器每年检查一次", "电梯每月保养一次"), "电梯", "d1"),
+            (("灭火器每年检查一次", "故障码F0815表示过热"), "F0815是什么？", "d1"),
+            (("受付で鍵を借りる", "会議室の予約を取り消す"), "予約", "d1"),
+            (("ลิฟต์เสียให้โทรแจ้งช่าง", "ถังดับเพลิงอยู่ที่ชั้นสอง"), "ถังดับเพลิง", "d1"),
+            (("소화기는 매년 점검한다", "승강기를 매월 점검한다"), "승강기", "d1"),
+            (("the lift", "the ex\u00adtin\u200bguisher"), "extinguisher", "d1"),
+            (("the lift", "\uff26\uff10\uff18\uff11\uff15"), "f0815", "d1"),
+            (("lift", "Stra\u00dfe nai\u0308ve"), "STRASSE", "d1"),
+        ],
+        ids=["Chinese", "code", "Japanese", "Thai", "Korean", "invisible", "full width", "case"],
+    )
+    def test_words_are_found_in_any_script(
+        self, store: DocumentStore, texts: Sequence[str], question: str, found: str
+    ) -> None:
+        for i, text in enumerate(texts):
+            put(store, f"d{i}", [text], title="")
+        assert documents_of(store, serving(store), question)[0] == found
+        delete(store, found)
+        assert found not in documents_of(store, serving(store), question)
+
     def test_only_allowed_rows_are_found(self, store: DocumentStore) -> None:
         generation = serving(store)
         for i in range(12):
@@ -681,7 +737,8 @@ class LexicalContract:
 
 
 def documents_of(store: DocumentStore, generation: int, *words: str) -> list[str]:
-    hits = store.lexical.hits(generation, words, 10)
-    assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+    hits = store.lexical.hits(generation, terms_of(" ".join(words)), 10)
+    ranks = [(hit.num_identifiers, hit.score) for hit in hits]
+    assert ranks == sorted(ranks, reverse=True)
     positions = store.reads.positions([hit.row for hit in hits])
     return [positions[hit.row][0] for hit in hits]

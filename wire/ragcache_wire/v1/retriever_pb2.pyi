@@ -1108,7 +1108,7 @@ class Hit(_message.Message):
     def legs(self) -> Global___LegScores: ...
     @_builtins.property
     def duplicates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """ids of chunks with almost the same text that were left out"""
+        """ids of copies that were left out"""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Words of questions: which of them find chunks, and where they are in texts."""
+"""The terms of texts and questions, and which of them find chunks."""

@@ -1,8 +1,8 @@
-"""Chooses which words of a question find chunks, and which only add to their scores.
+"""Chooses which terms of a question find chunks, and which only add to their scores.
 
 BM25 takes time for each chunk that has one of the words. The frequent words find most of these
 chunks, and give each of them little. So the rare words find the chunks, and the frequent ones are
-counted in these only.
+counted in these only. Identifiers find chunks, too, because the chunks that have them come first.
 
 Source: Turtle and Flood, Query evaluation: strategies and optimizations (1995). Their max_score
 leaves out documents that cannot reach the best scores without a rare word. That rule is exact. This
@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from ragcache_core.retrieval.lexical.terms import is_identifier
 
 MIN_CANDIDATES = 1_000
 """Chunks that the finding words have at least, counted by word, where there are so many."""
@@ -27,13 +29,16 @@ _LEAST_WEIGHT = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class WordChoice:
-    """Words of a question, the rarest first.
+    """Terms of a question, the identifiers first, then the rarest.
 
     Attributes:
-        finding: A chunk has to have one of them.
+        identifiers: They find chunks, and a chunk with more of them comes first. One that most
+            chunks have is a word as any other.
+        finding: A chunk has to have one of them or of the identifiers.
         scoring: They add to the scores of chunks that are found. Words without weight are left out.
     """
 
+    identifiers: tuple[str, ...]
     finding: tuple[str, ...]
     scoring: tuple[str, ...]
 
@@ -50,22 +55,27 @@ def choose_words(
         allowed_share: Share of the chunks that may be found, in (0, 1].
     """
     words = sorted(frequencies, key=lambda word: (frequencies[word], word))
+    most = min(MAX_CANDIDATES, num_chunks // 2)
+    identifiers = [
+        word for word in words if is_identifier(word) and frequencies[word] <= max(1, most)
+    ]
+    words = [word for word in words if word not in identifiers]
     # A word that no chunk has adds to no score.
     weights = [
         word_weight(frequencies[word], num_chunks) if frequencies[word] else 0.0 for word in words
     ]
     rest = sum(weights)
     max_rest = MAX_REST_SHARE * rest
-    num_candidates = 0
+    num_candidates = sum(frequencies[word] for word in identifiers)
     for i, word in enumerate(words):
         is_enough = num_candidates * allowed_share >= MIN_CANDIDATES
         is_too_many = num_candidates + frequencies[word] > MAX_CANDIDATES
         if is_enough and (rest <= max_rest or is_too_many):
             scoring = [later for later in words[i:] if frequencies[later] <= num_chunks / 2]
-            return WordChoice(tuple(words[:i]), tuple(scoring))
+            return WordChoice(tuple(identifiers), tuple(words[:i]), tuple(scoring))
         num_candidates += frequencies[word]
         rest -= weights[i]
-    return WordChoice(tuple(words), ())
+    return WordChoice(tuple(identifiers), tuple(words), ())
 
 
 def word_weight(frequency: int, num_chunks: int) -> float:

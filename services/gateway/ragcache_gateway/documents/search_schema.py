@@ -150,9 +150,7 @@ class HitOut(ChunkOut):
 
     score: float = Field(description="Cosine similarity, or the fused or reranked score.")
     legs: LegsOut
-    duplicates: list[str] = Field(
-        description="Chunks with almost the same text that were left out."
-    )
+    duplicates: list[str] = Field(description="Copies of the chunk that were left out.")
     before: list[ChunkOut]
     after: list[ChunkOut]
 

@@ -37,7 +37,7 @@ def cited_passages(passages: Sequence[Passage], *, with_neighbours: bool = False
         with_neighbours: Whether passages beside a hit come after them.
     """
     hits = [passage for passage in passages if passage.score is not None]
-    hits.sort(key=lambda passage: -(passage.score or 0.0))
+    hits.sort(key=lambda passage: passage.hit_rank)
     neighbours = [passage for passage in passages if passage.score is None]
     return hits + neighbours if with_neighbours else hits
 

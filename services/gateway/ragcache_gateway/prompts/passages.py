@@ -16,11 +16,13 @@ class Passage:
     Args:
         rank: Rank of the best hit whose window has the chunk, from 0.
         score: Score of the chunk's own hit; None for a chunk that only is in a hit's window.
+        hit_rank: Rank of the chunk's own hit, from 0.
     """
 
     chunk: pb.Chunk
     rank: int
     score: float | None
+    hit_rank: int = 0
 
 
 def passage_text(chunk: pb.Chunk) -> str:
@@ -42,7 +44,7 @@ def group_by_document(hits: Sequence[pb.Hit]) -> list[list[Passage]]:
         known = document.get(hit.chunk.ordinal)
         if known is None or known.score is None:
             best = rank if known is None else known.rank
-            document[hit.chunk.ordinal] = Passage(hit.chunk, best, hit.score)
+            document[hit.chunk.ordinal] = Passage(hit.chunk, best, hit.score, rank)
     return [[passages[n] for n in sorted(passages)] for passages in documents.values()]
 
 

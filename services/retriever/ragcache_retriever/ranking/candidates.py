@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from ragcache_core.retrieval.near_duplicates import Shingles, shingles_of
+from ragcache_core.retrieval.fusion import Position
+from ragcache_core.retrieval.lexical.folding import comparable
 from ragcache_retriever.ranking.rerankers import CandidateText
 from ragcache_retriever.ranking.search import SearchedChunks
-from ragcache_retriever.store.records import Vectors
+from ragcache_retriever.store.records import StoredChunk, Vectors
 
-_VANISHED = CandidateText("", "")
+_VANISHED = StoredChunk(-1, "", "", 0, "", ())
 
 
 class CandidatePool:
@@ -21,9 +22,10 @@ class CandidatePool:
         self._chunks = chunks
         self._vectors: dict[int, Vectors] = {}
         self._no_vector = np.zeros(dimension, np.float32)
-        self._texts: dict[int, CandidateText] = {}
-        self._versions: dict[int, int] = {}
-        self._shingles: dict[int, Shingles] = {}
+        self._stored: dict[int, StoredChunk] = {}
+        self._passages: dict[int, Hashable] = {}
+        self._names: dict[int, Hashable] = {}
+        self._positions: dict[int, Position] = {}
 
     def vectors(self, rows: Sequence[int]) -> Vectors:
         """Return embeddings, shape (len(rows), dimension). A row of zeros: there is none."""
@@ -37,22 +39,52 @@ class CandidatePool:
 
     def texts(self, rows: Sequence[int]) -> list[CandidateText]:
         """Return the texts of rows, read at once. A chunk that has vanished has an empty one."""
-        new = [row for row in rows if row not in self._texts]
-        if new:
-            self._texts |= dict.fromkeys(new, _VANISHED)
-            for row, found in self._chunks.store.reads.neighbourhoods(new, 0).items():
-                chunk = found.chunk
-                heading = " ".join((chunk.title, *chunk.heading_path))
-                self._texts[row] = CandidateText(heading, chunk.text)
-                self._versions[row] = chunk.updated_unix_ms
-        return [self._texts[row] for row in rows]
+        self.read(rows)
+        return [_text_of(self._stored[row]) for row in rows]
 
-    def shingles(self, row: int) -> Shingles:
-        """Return the shingles of a row's text, without its headings."""
-        if row not in self._shingles:
-            self._shingles[row] = shingles_of(self.texts([row])[0].text)
-        return self._shingles[row]
+    def read(self, rows: Sequence[int]) -> None:
+        """Read the chunks of rows at once."""
+        new = [row for row in rows if row not in self._stored]
+        if new:
+            self._stored |= dict.fromkeys(new, _VANISHED)
+            found = self._chunks.store.reads.neighbourhoods(new, 0)
+            self._stored |= {row: near.chunk for row, near in found.items()}
+
+    def positions(self, rows: Sequence[int]) -> list[Position]:
+        """Return document id and ordinal of rows."""
+        new = [row for row in rows if row not in self._positions]
+        if new:
+            self._positions |= dict.fromkeys(new, ("", 0))
+            self._positions |= self._chunks.store.reads.positions(new)
+        return [self._positions[row] for row in rows]
+
+    def passage(self, row: int) -> Hashable:
+        """Return what copies of a row, which has been read, have in common."""
+        if row not in self._passages:
+            chunk = self._stored[row]
+            parts = chunk.text, *chunk.heading_path
+            self._passages[row] = tuple(map(comparable, parts)) if chunk.text.strip() else row
+        return self._passages[row]
+
+    def document_name(self, row: int) -> Hashable:
+        """Return what names the document of a row, which has been read.
+
+        It is the title. A title that is the document's id says nothing, so documents without a
+        title have the same name if their whole texts are copies.
+        """
+        if row not in self._names:
+            chunk = self._stored[row]
+            if chunk.title == chunk.document_id:
+                text = self._chunks.store.reads.document_text(row) or ""
+                self._names[row] = (comparable(text),)
+            else:
+                self._names[row] = comparable(chunk.title)
+        return self._names[row]
 
     def version(self, row: int) -> int:
-        """Return the time of the last change of a row's document, whose text has been read."""
-        return self._versions.get(row, 0)
+        """Return the time of the last change of the document of a row, which has been read."""
+        return self._stored[row].updated_unix_ms
+
+
+def _text_of(chunk: StoredChunk) -> CandidateText:
+    return CandidateText(" ".join((chunk.title, *chunk.heading_path)), chunk.text)

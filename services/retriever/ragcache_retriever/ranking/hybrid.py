@@ -1,12 +1,13 @@
 """Ranks by the dense and the lexical leg together, in stages.
 
 The lexical leg runs in a thread of its own while the index searches. Each stage of the index is
-fused with it, freed from near duplicates, and made as diverse as the caller wants. A reranker takes
+fused with it, freed from copies, and made as diverse as the caller wants. A reranker takes
 long, so the hits before it are a stage, too.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,19 +18,17 @@ from dataclasses import replace
 import numpy as np
 
 from ragcache_core.errors import RagCacheError, Unavailable
+from ragcache_core.retrieval.copies import CopyCandidate, KeptHit, without_copies
 from ragcache_core.retrieval.diversity import diverse_order
 from ragcache_core.retrieval.fusion import (
     DEFAULT_LEXICAL_WEIGHT,
+    SCORE_STEP,
     Candidates,
     Scores,
     best_order,
     fused_scores,
     merged_legs,
-)
-from ragcache_core.retrieval.near_duplicates import (
-    DuplicateCandidate,
-    KeptHit,
-    without_duplicates,
+    raised_scores,
 )
 from ragcache_core.retrieval.stage_counts import StageCounts
 from ragcache_retriever.ranking.candidates import CandidatePool
@@ -42,7 +41,7 @@ from ragcache_retriever.ranking.search import (
     SearchMode,
     SearchStage,
 )
-from ragcache_retriever.search.lexical import question_words
+from ragcache_retriever.search.lexical import question_terms
 from ragcache_retriever.search.vector_index import IndexStage
 from ragcache_retriever.store.records import LexicalHit
 
@@ -51,7 +50,7 @@ log = logging.getLogger(__name__)
 LEG_HITS = 100
 """Hits that each leg contributes at least."""
 MAX_LEG_HITS = 1600
-"""Hits up to which the legs are asked for more, while too few are left without duplicates."""
+"""Hits up to which the legs are asked for more, while too few are left without copies."""
 LEXICAL_THREADS = 2
 LEXICAL_DEADLINE_S = 1.0
 """Longest wait for the lexical leg after the index has finished. Then the dense leg ranks alone."""
@@ -62,7 +61,7 @@ NOT_RERANKED_PROGRESS = 0.99
 _LEG_GROWTH = 4
 """Each retry asks for this many times as many hits."""
 _SPARE_HITS = 8
-"""Candidates to examine beyond one and a half times the hits, to replace near duplicates."""
+"""Candidates to examine beyond one and a half times the hits, to replace copies."""
 _DIVERSE_HITS = 3
 """Hits to choose from, for each one that is returned, if diversity is wanted."""
 _NO_DENSE_LEG = IndexStage((), (), 1.0, True, 1.0, 0)
@@ -109,7 +108,7 @@ class _HybridSearch:
         self._reranker = reranker
         self._counts = counts
         self._lexical_weight = _lexical_weight(search, chunks.lexical_weight)
-        self._words = question_words(search.text)
+        self._terms = question_terms(search.text)
         self._lexical: Future[list[LexicalHit]] | None = None
         self._pool = CandidatePool(chunks, 0 if search.vector is None else len(search.vector))
         self._early: list[tuple[float, tuple[int, ...]]] = []
@@ -126,7 +125,7 @@ class _HybridSearch:
         """Yield the stages. The lexical leg runs in the threads."""
         num_hits = max(LEG_HITS, 2 * self._search.top_k)
         if self._lexical_weight > 0.0:
-            self._lexical = threads.submit(self._find_words, num_hits)
+            self._lexical = threads.submit(self._find_terms, num_hits)
         try:
             if self._lexical_weight == 1.0:
                 yield self._stage(_NO_DENSE_LEG, num_hits)
@@ -162,7 +161,7 @@ class _HybridSearch:
     def _add_hits(
         self, dense: IndexStage, lexical: Sequence[LexicalHit] | None, num_asked: int
     ) -> None:
-        """Ask the legs for more hits while too few are left without duplicates."""
+        """Ask the legs for more hits while too few are left without copies."""
         while self._is_short and num_asked < MAX_LEG_HITS:
             has_more_dense = len(dense.rows) >= num_asked
             has_more_lexical = lexical is not None and len(lexical) >= num_asked
@@ -173,9 +172,9 @@ class _HybridSearch:
                 if has_more_dense:
                     *_, dense = (_NO_DENSE_LEG, *self._chunks.nearest(self._search, num_asked))
                 if has_more_lexical:
-                    lexical = self._find_words(num_asked)
+                    lexical = self._find_terms(num_asked)
             except RagCacheError as error:
-                log.warning("search: too few hits without duplicates error=%s", error)
+                log.warning("search: too few hits without copies error=%s", error)
                 return
             if self._search.cancelled():
                 return
@@ -183,15 +182,23 @@ class _HybridSearch:
 
     # The lexical leg
 
-    def _find_words(self, num_hits: int) -> list[LexicalHit]:
-        """Return the hits of the lexical leg. Any thread may call it."""
-        return self._chunks.store.lexical.hits(
+    def _find_terms(self, num_hits: int) -> list[LexicalHit]:
+        """Return the hits of the lexical leg. Any thread may call it.
+
+        If the last hit is as good as others after it, they are hits, too, up to MAX_LEG_HITS.
+        """
+        find = functools.partial(
+            self._chunks.store.lexical.hits,
             self._chunks.generation,
-            self._words,
-            num_hits,
+            self._terms,
             allowed=self._chunks.allowed,
             cancelled=self._search.cancelled,
         )
+        found = find(num_hits + 1)
+        if len(found) <= num_hits or _rank_key(found[-1]) > _rank_key(found[-2]):
+            return found[:num_hits]
+        last = _rank_key(found[-1])
+        return [hit for hit in find(MAX_LEG_HITS) if _rank_key(hit) <= last]
 
     def _has_words(self, timeout_s: float) -> bool:
         """Wait for the lexical leg, and return whether it has ended or does not run."""
@@ -237,6 +244,7 @@ class _HybridSearch:
             np.array(dense.scores, np.float64),
             np.array([hit.row for hit in lexical or ()], np.int64),
             np.array([hit.score for hit in lexical or ()], np.float64),
+            np.array([hit.num_identifiers for hit in lexical or ()], np.int64),
         )
         is_unknown = np.isnan(merged.dense)
         if self._search.vector is not None and weight < 1.0 and is_unknown.any():
@@ -245,7 +253,7 @@ class _HybridSearch:
             similarities = vectors @ self._search.vector
             merged.dense[is_unknown] = np.where(vectors.any(axis=1), similarities, np.nan)
         scores = fused_scores(merged, weight)
-        order = best_order(scores, merged)
+        order = best_order(scores, merged, self._pool.positions)
         return merged.taken(order), scores[order]
 
     def _reranker_scores(self, candidates: Candidates) -> dict[int, float]:
@@ -258,7 +266,7 @@ class _HybridSearch:
         return {} if scores is None else dict(zip(rows, scores.tolist(), strict=True))
 
     def _choose(self, candidates: Candidates, fused: Scores) -> None:
-        """Set the hits of a stage: without duplicates, diverse, and above the least score."""
+        """Set the hits of a stage: without copies, diverse, and above the least score."""
         search = self._search
         scores = self._shown_scores(candidates, fused)
         reranked = np.array([self._reranked.get(row, np.nan) for row in candidates.rows.tolist()])
@@ -275,7 +283,7 @@ class _HybridSearch:
             count = int(np.count_nonzero(scores[:num_comparable] >= search.min_score))
             is_complete = count == len(scores)
             candidates, scores = candidates.taken(np.arange(count)), scores[:count]
-        kept = self._without_duplicates(candidates.rows.tolist(), scores)
+        kept = self._without_copies(candidates.rows.tolist(), scores)
         self._is_short = len(kept) < search.top_k and is_complete
         if search.diversity > 0.0:
             indexes = [one.index for one in kept]
@@ -287,29 +295,35 @@ class _HybridSearch:
     def _shown_scores(self, candidates: Candidates, fused: Scores) -> Scores:
         """Return what callers see: the score of the only leg, or the fused one."""
         if self._search.vector is None or self._search.mode is SearchMode.LEXICAL:
-            return candidates.lexical
+            return raised_scores(candidates.lexical, candidates.num_identifiers)
         return candidates.dense if self._search.mode is SearchMode.DENSE else fused
 
-    def _without_duplicates(self, rows: Sequence[int], scores: Scores) -> list[KeptHit]:
+    def _without_copies(self, rows: Sequence[int], scores: Scores) -> list[KeptHit]:
         wanted = self._search.top_k
         if self._search.diversity > 0.0:
             limit = MAX_RERANKED if self._reranked else max(MAX_RERANKED, 2 * wanted)
             wanted = max(wanted, min(_DIVERSE_HITS * wanted, limit))
         num_spare = wanted // 2 + _SPARE_HITS
         examined = self._examined(rows, scores.tolist(), wanted + num_spare)
-        return without_duplicates(examined, wanted, num_spare)
+        return without_copies(
+            examined, lambda i: self._pool.document_name(rows[i]), wanted, num_spare
+        )
 
     def _examined(
         self, rows: Sequence[int], scores: Sequence[float], page: int
-    ) -> Iterator[DuplicateCandidate]:
+    ) -> Iterator[CopyCandidate]:
         """Yield candidates with their texts, which are read one page at a time."""
         pool = self._pool
         for begin in range(0, len(rows), page):
             if begin and self._search.cancelled():
                 return
-            pool.texts(rows[begin : begin + page])
+            pool.read(rows[begin : begin + page])
             for row, score in zip(rows[begin : begin + page], scores[begin:], strict=False):
-                yield DuplicateCandidate(pool.shingles(row), score, pool.version(row))
+                yield CopyCandidate(pool.passage(row), score, pool.version(row))
+
+
+def _rank_key(hit: LexicalHit) -> tuple[int, float]:
+    return -hit.num_identifiers, -round(hit.score / SCORE_STEP)
 
 
 def _lexical_weight(search: Search, configured: float) -> float:

@@ -88,7 +88,7 @@ class Hit:
     """A chunk that a search has found.
 
     Attributes:
-        duplicates: Rows of chunks with almost the same text that were left out.
+        duplicates: Rows of copies that were left out.
     """
 
     row: int

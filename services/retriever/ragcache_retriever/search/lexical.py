@@ -1,12 +1,12 @@
-"""The words of a question for the lexical leg, and how much each part of a chunk counts.
+"""The terms of a question for the lexical leg, and how much each part of a chunk counts.
 
-The backend searches for chunks with any of the words and ranks them by BM25. The cost of that grows
-with the number of chunks that have one of the words, so common words of English are left out.
+The backend searches for chunks with any of the terms and ranks them by BM25. The cost of that grows
+with the number of chunks that have one of the terms, so common words of English are left out.
 """
 
 from __future__ import annotations
 
-import re
+from ragcache_core.retrieval.lexical.terms import is_identifier, terms_of
 
 TITLE_WEIGHT = 2.0
 HEADINGS_WEIGHT = 1.0
@@ -14,10 +14,10 @@ TEXT_WEIGHT = 1.0
 """Weights of BM25, chosen on MuSiQue. A word of a title says more than one of a text. Headings
 often repeat the title."""
 
-MAX_WORDS = 48
-"""Most words of one question. A longer question keeps its longest words, which are rarer."""
+MAX_TERMS = 48
+"""Most terms of one question. A longer question keeps its identifiers and its longest words, which
+are rarer."""
 
-_WORD = re.compile(r"[^\W_]+")
 _COMMON = frozenset(
     """
     a about above after again against all also am an and any are as at be because been before
@@ -30,14 +30,15 @@ _COMMON = frozenset(
 )
 
 
-def question_words(question: str) -> list[str]:
-    """Return the distinct words to search for, in lower case and in the question's order.
+def question_terms(question: str) -> list[str]:
+    """Return the distinct terms to search for, in the question's order.
 
-    If all words of a question are common, all of them count.
+    If all terms of a question are common words, all of them count.
     """
-    words = list(dict.fromkeys(_WORD.findall(question.lower())))
-    kept = [word for word in words if word not in _COMMON] or words
-    if len(kept) <= MAX_WORDS:
+    terms = list(dict.fromkeys(terms_of(question)))
+    kept = [term for term in terms if term not in _COMMON] or terms
+    if len(kept) <= MAX_TERMS:
         return kept
-    longest = set(sorted(kept, key=lambda word: (-len(word), word))[:MAX_WORDS])
-    return [word for word in kept if word in longest]
+    best = sorted(kept, key=lambda term: (not is_identifier(term), -len(term), term))
+    chosen = set(best[:MAX_TERMS])
+    return [term for term in kept if term in chosen]

@@ -47,18 +47,19 @@ class LexicalTables(Protocol):
     def hits(
         self,
         generation: int,
-        words: Sequence[str],
+        terms: Sequence[str],
         limit: int,
         *,
         allowed: Rows | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[LexicalHit]:
-        """Return the chunks of a generation that fit words best by BM25, best first; ties by row.
+        """Return the chunks of a generation that fit terms best, best first; ties by row.
 
-        Any thread may call it.
+        Chunks with more of the identifiers come first, then those with a higher BM25. Identifiers
+        that many chunks have count as words do. Any thread may call it.
 
         Args:
-            words: Of the question, as written. The database stems and quotes them.
+            terms: Of the question. The database stems and quotes them.
             allowed: Sorted rows that may be found; None: all.
             cancelled: Asked while the database searches, which it ends once this is True.
 

@@ -121,6 +121,13 @@ _POSITIONS = Statement(
 )
 
 
+_DOCUMENT_TEXT = Statement(
+    select(texts.c.text)
+    .join(chunks, chunks.c.document == texts.c.document)
+    .where(chunks.c.row == bindparam("row"))
+)
+
+
 def _page() -> Statement:
     """Return the statement of a page, with one document more to show that it is not the last."""
     first = (
@@ -291,6 +298,11 @@ class DocumentReads:
             i = next(i for i, chunk in enumerate(near) if chunk.row == middle)
             found[middle] = Neighbourhood(near[i], tuple(near[:i]), tuple(near[i + 1 :]))
         return found
+
+    def document_text(self, row: int) -> str | None:
+        """Return the text of the document that a chunk is from, or None."""
+        found = self._database.read_one(_DOCUMENT_TEXT, {"row": row})
+        return None if found is None else str(found[0])
 
     def positions(self, rows: Collection[int]) -> dict[int, tuple[str, int]]:
         """Return document id and ordinal of chunks, by row. Rows that do not exist are left out."""

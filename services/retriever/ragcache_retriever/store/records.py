@@ -284,10 +284,14 @@ class BatchRemoval:
 
 @dataclass(frozen=True, slots=True)
 class LexicalHit:
-    """A chunk that shares words with a question. Higher scores are better (BM25)."""
+    """A chunk that shares terms with a question. Higher scores are better (BM25).
+
+    ``num_identifiers`` is how many of the question's identifiers the chunk has.
+    """
 
     row: int
     score: float
+    num_identifiers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

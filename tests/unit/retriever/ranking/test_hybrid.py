@@ -26,6 +26,7 @@ from tests.kit.ranked_collection import (
     ranked_collection,
     unit,
 )
+from tests.kit.stored_documents import add_collection, put
 
 TEXTS = (
     "the disk of the cache is full",
@@ -141,10 +142,97 @@ def test_a_least_score_leaves_hits_out(ranking: HybridRanking, pages: RankedColl
 def test_copies_are_named_by_the_newest(ranking: HybridRanking, store: DocumentStore) -> None:
     page = " ".join(f"word{i}" for i in range(60))
     vectors = [unit(1, 0, 0, 0.1), unit(1, 0, 0, 0), unit(0, 1, 0, 0)]
-    pages = ranked_collection(store, [page, page + " more", "another text"], vectors)
+    pages = ranked_collection(store, [page, page.replace(" ", "\n"), "another text"], vectors)
     *_, final = pages.search(ranking, "word3 text", unit(1, 0.1, 0, 0))
     assert pages.indexes(final) == [1, 2]
     assert final.hits[0].duplicates == (pages.rows[0],)
+
+
+def test_documents_of_one_form_are_no_copies(ranking: HybridRanking, store: DocumentStore) -> None:
+    texts = [
+        f"Supply contract of plant {name}. The pump is serviced every {weeks} weeks. Each party"
+        " keeps one signed copy, and each change needs both signatures."
+        for name, weeks in (("North", 6), ("South", 9), ("North", 8))
+    ]
+    pages = ranked_collection(store, texts, [ALONG] * len(texts))
+    *_, final = pages.search(ranking, "How often is the pump of plant South serviced?", ALONG)
+    assert pages.indexes(final) == [1, 0, 2]
+    assert [one.duplicates for one in final.hits] == [(), (), ()]
+
+
+@pytest.mark.parametrize(
+    ("titles", "rest", "found"),
+    [
+        (("Contract of plant North", "Contract of plant South"), ("", ""), 2),
+        (("Contract", "Contract"), ("North", "South"), 1),
+        (("d0", "d1"), ("North", "South"), 2),
+        (("d0", "d1"), ("\tNorth", "North "), 1),
+    ],
+    ids=["other titles", "one title", "other documents without a title", "copies without a title"],
+)
+def test_one_clause_of_two_documents_is_found_once_if_they_have_one_name(
+    ranking: HybridRanking,
+    store: DocumentStore,
+    titles: tuple[str, str],
+    rest: tuple[str, str],
+    found: int,
+) -> None:
+    add_collection(store, "c")
+    clause = "Each party keeps one signed copy."
+    rows = [
+        put(store, f"d{i}", [clause, rest[i]], title=titles[i]).indexes[0].added for i in range(2)
+    ]
+    generation = store.collections.all()["c"].serving
+    assert generation is not None
+    chunks = SearchedChunks(store, generation.row, None, lexical_weight=1.0)
+    *_, final = ranking.stages(Search("c", "who keeps a signed copy?", 5), chunks)
+    assert len(final.hits) == found
+    assert {one.row for one in final.hits} <= {some[0] for some in rows}
+
+
+def test_equal_scores_are_in_the_order_of_the_documents(
+    ranking: HybridRanking, store: DocumentStore
+) -> None:
+    texts = [f"lease of hall {name}" for name in "cabd"]
+    pages = ranked_collection(store, texts, [ALONG] * len(texts))
+    question = "lease of a hall"
+    *_, first = pages.search(ranking, question, ALONG)
+    for name in ("d2", "d0"):  # They get new rows, behind those of the others.
+        text = texts[int(name[1])]
+        put(store, name, [text])
+    *_, again = pages.search(ranking, question)
+    positions = store.reads.positions([one.row for one in again.hits])
+    assert pages.indexes(first) == [0, 1, 2, 3]
+    assert [positions[one.row][0] for one in again.hits] == ["d0", "d1", "d2", "d3"]
+
+
+def test_chunks_with_the_identifier_come_first(
+    ranking: HybridRanking, store: DocumentStore
+) -> None:
+    texts = [
+        "Release 2.11.3 of the agent: how to install and start the agent, step by step",
+        "Notes for 3.11.2",
+        "The agent: how to install and start the agent",
+    ]
+    vectors = [unit(1, 0, 0, 0), unit(0, 0, 0, 1), unit(1, 0.1, 0, 0)]
+    pages = ranked_collection(store, texts, vectors)
+    question = "How do I install and start agent 3.11.2?"
+    for mode in (SearchMode.AUTO, SearchMode.HYBRID, SearchMode.LEXICAL):
+        *_, final = pages.search(ranking, question, ALONG, mode=mode)
+        assert pages.indexes(final)[0] == 1
+        scores = [one.score for one in final.hits]
+        assert scores == sorted(scores, reverse=True)
+        assert final.hits[0].legs.lexical is not None
+
+
+def test_the_lexical_leg_does_not_cut_between_equal_hits(
+    ranking: HybridRanking, store: DocumentStore
+) -> None:
+    texts = [f"lease of hall x{i:03}" for i in range(LEG_HITS + 30)]
+    vectors = [unit(1, i / 1000, 0, 0) for i in range(len(texts))]
+    pages = ranked_collection(store, texts, vectors)
+    *_, final = pages.search(ranking, "lease", vectors[-1], top_k=3)
+    assert pages.indexes(final) == [len(texts) - 1, len(texts) - 2, len(texts) - 3]
 
 
 def test_diversity_takes_another_topic(ranking: HybridRanking, store: DocumentStore) -> None:
@@ -269,12 +357,12 @@ NUM_PAGES, NUM_VERSIONS = 30, 4
 
 
 def versioned_pages(store: DocumentStore, num_pages: int, num_versions: int) -> RankedCollection:
-    """Pages whose versions differ by one word. Earlier pages are nearer to ``ALONG``."""
+    """Pages whose versions differ by white space. Earlier pages are nearer to ``ALONG``."""
     texts, vectors = [], []
     for page in range(num_pages):
         for version in range(num_versions):
             words = [f"p{page}w{i}" for i in range(40)]
-            texts.append(" ".join([*words, f"version{version}"]))
+            texts.append(" ".join(words) + " " * version)
             angle = (page + version / 100) / num_pages
             vectors.append(unit(np.cos(angle), np.sin(angle), 0, 0))
     return ranked_collection(store, texts, vectors)

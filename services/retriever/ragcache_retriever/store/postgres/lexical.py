@@ -1,4 +1,4 @@
-"""The lexical leg in PostgreSQL: BM25 over tables of words.
+"""The lexical leg in PostgreSQL: BM25 over tables of terms.
 
 PostgreSQL's own ranking of text knows no inverse document frequency. So each generation has a table
 with the stems of its chunks, how often each has it, and the length of the chunk. The score is that
@@ -13,9 +13,7 @@ Source: Robertson and Zaragoza, The Probabilistic Relevance Framework, 2009, sec
 from __future__ import annotations
 
 import math
-import re
 import time
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -23,7 +21,9 @@ import psycopg
 from typing_extensions import override
 
 from ragcache_core.errors import Unavailable
+from ragcache_core.retrieval.lexical.terms import terms_of
 from ragcache_core.retrieval.lexical.word_choice import choose_words, word_weight
+from ragcache_retriever.search.lexical import HEADINGS_WEIGHT, TEXT_WEIGHT, TITLE_WEIGHT
 from ragcache_retriever.store.generation_tables import LexicalTables, LexicalText
 from ragcache_retriever.store.postgres.binary_types import BigintArray
 from ragcache_retriever.store.postgres.database import Connection, PostgresDatabase
@@ -31,9 +31,6 @@ from ragcache_retriever.store.postgres.schema import postings_table
 from ragcache_retriever.store.records import LexicalHit, Rows
 from ragcache_retriever.store.word_frequencies import WordFrequencies, most_counted
 
-TITLE_WEIGHT = 2.0
-HEADINGS_WEIGHT = 1.5
-TEXT_WEIGHT = 1.0
 SATURATION, LENGTH_SHARE = 1.2, 0.75
 """k1 and b of BM25, as in FTS5."""
 
@@ -43,10 +40,6 @@ LIMIT_S = 1.0
 LOOKUP_COST = 8
 """Rows of a word that are read in the time in which one row is looked up."""
 
-MAX_WORD_CHARACTERS = 256
-"""Longer words are cut. PostgreSQL's index takes words of up to a third of a page."""
-
-_WORD = re.compile(r"[^\W_]+")
 _ASKED = """
 SELECT num_chunks, num_words,
     ARRAY(SELECT DISTINCT (ts_lexize('ragcache_stems', word))[1]
@@ -76,10 +69,11 @@ WITH found AS MATERIALIZED (
         WHERE {table}.word = asked.word AND {table}.row = candidates.row OFFSET 0) AS postings
 )
 SELECT counted.row, sum(weight * frequency * {gain}
-    / (frequency + {saturation} * ({rest} + {share} * length / %(mean_length)s))) AS score
+    / (frequency + {saturation} * ({rest} + {share} * length / %(mean_length)s))) AS score,
+    count(*) FILTER (WHERE word = ANY(%(identifiers)s::text[])) AS num_identifiers
 FROM counted JOIN unnest(%(words)s::text[], %(weights)s::float8[]) AS asked (word, weight)
     USING (word)
-GROUP BY counted.row ORDER BY score DESC, counted.row LIMIT %(limit)s
+GROUP BY counted.row ORDER BY num_identifiers DESC, score DESC, counted.row LIMIT %(limit)s
 """
 
 
@@ -118,7 +112,7 @@ class PostgresLexical(LexicalTables):
         lengths: list[int] = []
         num_words = 0
         for one in texts:
-            counted, length = weighted_words(one)
+            counted, length = weighted_terms(one)
             num_words += length
             rows += [one.row] * len(counted)
             lengths += [length] * len(counted)
@@ -136,7 +130,7 @@ class PostgresLexical(LexicalTables):
 
     @override
     def remove(self, generation: int, texts: Sequence[LexicalText]) -> None:
-        counted = [(one.row, *weighted_words(one)) for one in texts]
+        counted = [(one.row, *weighted_terms(one)) for one in texts]
         self._database.execute(
             f"DELETE FROM {postings_table(generation)} AS postings USING ("
             " SELECT DISTINCT (ts_lexize('ragcache_stems', word))[1] AS stem, row"
@@ -153,14 +147,13 @@ class PostgresLexical(LexicalTables):
     def hits(
         self,
         generation: int,
-        words: Sequence[str],
+        terms: Sequence[str],
         limit: int,
         *,
         allowed: Rows | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[LexicalHit]:
-        asked = [one for word in words for one in words_of(word)]
-        if not asked or (allowed is not None and not len(allowed)):
+        if not terms or (allowed is not None and not len(allowed)):
             return []
         end_s = time.monotonic() + LIMIT_S
 
@@ -174,7 +167,7 @@ class PostgresLexical(LexicalTables):
             ):
                 # The server ends it, too, so that a retriever that hangs leaves nothing behind.
                 connection.execute(f"SET LOCAL statement_timeout = {math.ceil(1000 * LIMIT_S)}")
-                return self._hits(connection, generation, asked, limit, allowed)
+                return self._hits(connection, generation, terms, limit, allowed)
         except Unavailable as error:
             if isinstance(error.__cause__, psycopg.errors.QueryCanceled):
                 problem = f"a search by words has taken longer than {LIMIT_S:g} s, or was left"
@@ -185,11 +178,11 @@ class PostgresLexical(LexicalTables):
         self,
         connection: Connection,
         generation: int,
-        asked: list[str],
+        terms: Sequence[str],
         limit: int,
         allowed: Rows | None,
     ) -> list[LexicalHit]:
-        sized = connection.execute(_ASKED, (asked, generation), binary=True).fetchone()
+        sized = connection.execute(_ASKED, (list(terms), generation), binary=True).fetchone()
         if sized is None or not sized[0]:
             return []
         num_chunks, num_words, stems = sized
@@ -205,11 +198,13 @@ class PostgresLexical(LexicalTables):
         frequencies = self._frequencies.of(generation, stems, num_chunks, counts)
         share = 1.0 if allowed is None else min(1.0, len(allowed) / num_chunks)
         choice = choose_words(frequencies, num_chunks, share)
-        used = [*choice.finding, *choice.scoring]
-        num_found = sum(frequencies[word] for word in choice.finding)
+        finding = [*choice.identifiers, *choice.finding]
+        used = [*finding, *choice.scoring]
+        num_found = sum(frequencies[word] for word in finding)
         read = [word for word in choice.scoring if frequencies[word] <= LOOKUP_COST * num_found]
         parameters = {
-            "finding": list(choice.finding),
+            "identifiers": list(choice.identifiers),
+            "finding": finding,
             "read": read,
             "looked_up": [word for word in choice.scoring if word not in read],
             "words": used,
@@ -230,7 +225,7 @@ class PostgresLexical(LexicalTables):
             else "WHERE row IN (SELECT unnest(%(allowed)s::bigint[]))",
         )
         found = connection.execute(sql, parameters, binary=True).fetchall()
-        return [LexicalHit(row, float(score)) for row, score in found]
+        return [LexicalHit(row, float(score), count) for row, score, count in found]
 
     def _count(self, generation: int, num_words: int) -> None:
         self._database.execute(
@@ -239,15 +234,8 @@ class PostgresLexical(LexicalTables):
         )
 
 
-def words_of(text: str) -> list[str]:
-    """Return the words of a text in lower case and without accents."""
-    decomposed = unicodedata.normalize("NFKD", text)
-    plain = "".join(one for one in decomposed if not unicodedata.combining(one))
-    return [word[:MAX_WORD_CHARACTERS] for word in _WORD.findall(plain.lower())]
-
-
-def weighted_words(chunk: LexicalText) -> tuple[Counter[str], int]:
-    """Return the weighted frequencies of a chunk's words, and their number with repeats."""
+def weighted_terms(chunk: LexicalText) -> tuple[Counter[str], int]:
+    """Return the weighted frequencies of a chunk's terms, and their number with repeats."""
     counted: Counter[str] = Counter()
     length = 0
     for weight, texts in (
@@ -256,8 +244,8 @@ def weighted_words(chunk: LexicalText) -> tuple[Counter[str], int]:
         (TEXT_WEIGHT, [chunk.text]),
     ):
         for text in texts:
-            words = words_of(text)
-            length += len(words)
-            for word in words:
-                counted[word] += weight  # type: ignore[assignment]
+            terms = terms_of(text)
+            length += len(terms)
+            for term in terms:
+                counted[term] += weight  # type: ignore[assignment]
     return counted, length

@@ -1,4 +1,4 @@
-"""The lexical leg: BM25 over the words of chunks, by FTS5.
+"""The lexical leg: BM25 over the terms of chunks, by FTS5.
 
 Each generation has a table of its own, so that the weight of a word follows from its collection.
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from typing_extensions import override
 
+from ragcache_core.retrieval.lexical.terms import terms_of
 from ragcache_core.retrieval.lexical.word_choice import WordChoice, choose_words
 from ragcache_retriever.search.lexical import HEADINGS_WEIGHT, TEXT_WEIGHT, TITLE_WEIGHT
 from ragcache_retriever.store.database import Row
@@ -99,7 +100,7 @@ class SqliteLexical(LexicalTables):
     def add(self, generation: int, texts: Sequence[LexicalText]) -> None:
         self._database.execute_rows(
             f"INSERT INTO {lexical_table(generation)} (rowid, {_COLUMNS}) VALUES (?, ?, ?, ?)",
-            map(_row_of, texts),
+            map(_terms_row, texts),
         )
 
     @override
@@ -107,14 +108,14 @@ class SqliteLexical(LexicalTables):
         table = lexical_table(generation)
         self._database.execute_rows(
             f"INSERT INTO {table} ({table}, rowid, {_COLUMNS}) VALUES ('delete', ?, ?, ?, ?)",
-            map(_row_of, texts),
+            map(_terms_row, texts),
         )
 
     @override
     def hits(
         self,
         generation: int,
-        words: Sequence[str],
+        terms: Sequence[str],
         limit: int,
         *,
         allowed: Rows | None = None,
@@ -122,7 +123,7 @@ class SqliteLexical(LexicalTables):
     ) -> list[LexicalHit]:
         if allowed is not None and not len(allowed):
             return []
-        choice = self._choice(generation, words, allowed, cancelled)
+        choice = self._choice(generation, terms, allowed, cancelled)
         question = _choice_expression(choice)
         if not question:
             return []
@@ -130,21 +131,29 @@ class SqliteLexical(LexicalTables):
         weights = f"{TITLE_WEIGHT}, {HEADINGS_WEIGHT}, {TEXT_WEIGHT}"
         # The query of a choice with scoring words counts every word twice.
         score = f"-bm25({table}, {weights})" + (" / 2" if choice.scoring else "")
-        select = f"SELECT rowid, {score} AS score FROM {table} WHERE {table} "
-        ordered = " ORDER BY score DESC, rowid LIMIT ?"
+        has_identifier = f"(rowid IN (SELECT rowid FROM {table} WHERE {table} MATCH ?))"
+        num_identifiers = " + ".join(("0", *[has_identifier] * len(choice.identifiers)))
+        identifiers = [_phrase(one) for one in choice.identifiers]
+        select = (
+            f"SELECT rowid, {score} AS score, {num_identifiers} AS num_identifiers"
+            f" FROM {table} WHERE {table} "
+        )
+        ordered = " ORDER BY num_identifiers DESC, score DESC, rowid LIMIT ?"
         read = functools.partial(self._database.iterate, limit_s=LIMIT_S, cancelled=cancelled)
         if allowed is None:
-            rows: Iterator[Row] = read(f"{select} MATCH ?{ordered}", (question, limit))
+            rows: Iterator[Row] = read(
+                f"{select} MATCH ?{ordered}", (*identifiers, question, limit)
+            )
         elif len(allowed) <= MAX_LISTED_ROWS:
             # With "+", FTS5 ranks all matches once, and not once for each row.
             rows = read(
                 f"{select} MATCH ? AND +rowid IN (SELECT value FROM json_each(?)){ordered}",
-                (question, json.dumps(allowed.tolist()), limit),
+                (*identifiers, question, json.dumps(allowed.tolist()), limit),
             )
         else:
-            every = read(f"{select} MATCH ?{ordered}", (question, -1))
+            every = read(f"{select} MATCH ?{ordered}", (*identifiers, question, -1))
             rows = _allowed_only(every, allowed, limit)
-        return [LexicalHit(row, score) for row, score in rows]
+        return [LexicalHit(*row) for row in rows]
 
     def _is_table(self, name: str) -> bool:
         found = self._database.query_one("SELECT 1 FROM sqlite_master WHERE name = ?", (name,))
@@ -153,7 +162,7 @@ class SqliteLexical(LexicalTables):
     def _choice(
         self,
         generation: int,
-        words: Sequence[str],
+        terms: Sequence[str],
         allowed: Rows | None,
         cancelled: Callable[[], bool] | None,
     ) -> WordChoice:
@@ -164,7 +173,7 @@ class SqliteLexical(LexicalTables):
         count = functools.partial(
             count_chunks, self._database, generation, num_chunks, cancelled=cancelled
         )
-        frequencies = self._frequencies.of(generation, words, num_chunks, count)
+        frequencies = self._frequencies.of(generation, terms, num_chunks, count)
         if allowed is None or num_chunks == 0:
             return choose_words(frequencies, num_chunks)
         return choose_words(frequencies, num_chunks, min(1.0, len(allowed) / num_chunks))
@@ -195,8 +204,9 @@ def count_chunks(
         yield count
 
 
-def _row_of(one: LexicalText) -> tuple[int, str, str, str]:
-    return one.row, one.title, json.dumps(one.headings, ensure_ascii=False), one.text
+def _terms_row(one: LexicalText) -> tuple[int, str, str, str]:
+    headings = " ".join(" ".join(terms_of(heading)) for heading in one.headings)
+    return one.row, " ".join(terms_of(one.title)), headings, " ".join(terms_of(one.text))
 
 
 def _detached(generation: int, part: str) -> str:
@@ -214,7 +224,7 @@ def _choice_expression(choice: WordChoice) -> str:
     BM25 adds up the words wherever they are in the query. "(a) AND (a OR b OR b)" finds the chunks
     with "a", and counts both words twice in them.
     """
-    finding = match_expression(choice.finding)
+    finding = match_expression((*choice.identifiers, *choice.finding))
     if not choice.scoring:
         return finding
     return f"({finding}) AND ({finding} OR {match_expression(2 * choice.scoring)})"

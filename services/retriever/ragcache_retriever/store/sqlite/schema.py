@@ -6,14 +6,15 @@ import sqlite3
 from pathlib import Path
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.retrieval.lexical.terms import IDENTIFIER_MARK, IDENTIFIER_SYMBOLS
 from ragcache_retriever.store.statements import SQLITE
 from ragcache_retriever.store.tables import creation
 
 SCHEMA_VERSION = 6
 APPLICATION_ID = 0x52414743  # "RAGC"
 FILE_NAME = "documents.sqlite3"
-WORD_TOKENIZER = "porter unicode61 remove_diacritics 2"
-"""How FTS5 divides texts and questions into words."""
+TERM_TOKENIZER = f"porter ascii tokenchars '{IDENTIFIER_SYMBOLS}{IDENTIFIER_MARK}'"
+"""How FTS5 divides terms with spaces between them: at the spaces. It stems words."""
 
 SCHEMA = f"""
 {creation(SQLITE)}
@@ -36,11 +37,11 @@ def lexical_table(generation: int) -> str:
 def create_lexical_table(generation: int) -> str:
     """Return the SQL that creates the full-text table of a generation.
 
-    It holds no texts of its own: they are in ``chunks``, with the same rows.
+    It holds the terms of chunks, and no texts: they are in ``chunks``, with the same rows.
     """
     return (
         f"CREATE VIRTUAL TABLE {lexical_table(generation)} USING"
-        f" fts5(title, headings, text, content='', tokenize='{WORD_TOKENIZER}')"
+        f" fts5(title, headings, text, content='', tokenize=\"{TERM_TOKENIZER}\")"
     )
 
 

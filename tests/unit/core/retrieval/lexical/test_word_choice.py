@@ -72,6 +72,25 @@ def test_a_word_of_most_chunks_does_not_even_score() -> None:
     assert choice.scoring == ("frequent",)
 
 
+def test_identifiers_find_chunks_however_rare_the_words_are() -> None:
+    found = {"rare": 5_000, "3.11.7=": 9_000, "c++=": 40, "frequent": 90_000}
+    choice = choose_words(found, NUM_CHUNKS)
+    assert choice.identifiers == ("c++=", "3.11.7=")
+    assert choice.finding == ("rare",)
+    assert choice.scoring == ("frequent",)
+
+
+@pytest.mark.parametrize(
+    ("found", "num_chunks"),
+    [({"3.11.7=": MAX_CANDIDATES + 1}, NUM_CHUNKS), ({"3.11.7=": 6}, 10), ({"12-month=": 2}, 10)],
+    ids=["too many chunks", "most chunks", "an amount"],
+)
+def test_an_identifier_that_tells_little_is_a_word(found: dict[str, int], num_chunks: int) -> None:
+    choice = choose_words(found, num_chunks)
+    assert choice.identifiers == ()
+    assert choice.finding == tuple(found)
+
+
 @pytest.mark.parametrize("frequency", [0, 1, 10, 11])
 def test_a_frequency_that_is_out_of_date_has_a_weight(frequency: int) -> None:
     assert word_weight(frequency, 10) > 0.0
