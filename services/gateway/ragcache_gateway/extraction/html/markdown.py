@@ -59,9 +59,12 @@ _LINK_TEXTS: Final = frozenset(
     {"", "#", "link", "permalink", "anchor", "edit", "edit source", "edit section", "top", "source"}
 )
 _LINK_LABEL: Final = re.compile(r"(?:perma(?:nent )?link|(?:direct )?link to|anchor|edit)\b", re.I)
-_AFTER_HEADING: Final = re.compile(r"(?:\s|[¶§\u200b\u200c\u200d\ufeff🔗]|\[[\s|]{0,8}\])+$")
+_AFTER_HEADING: Final = " \t\n¶§🔗\u200b\u200c\u200d\ufeff"
+_NO_LINK: Final = re.compile(r"\[[\s|]{0,8}\]\Z")
+"""What is left of the brackets around a link to an editor."""
 # Text that Markdown would take for structure.
 _STRUCTURE: Final = re.compile(r"#{1,6}(?:\s|$)|`{3}|~{3}|(?:-+|=+)\s*$|<!--|<h[1-6]\b", re.I)
+_MAX_LINKS: Final = 3
 _FEWEST_COLUMNS: Final = 2
 _MAX_LABEL_CHARS: Final = 80
 _MAX_LEADS: Final = 6
@@ -263,7 +266,7 @@ class _BlockWriter:
     def _end_heading(self, heading: HtmlElement) -> None:
         self._heading = None
         # A heading may consist of a link to itself.
-        text = _AFTER_HEADING.sub("", joined(self._line) or short_text(heading))
+        text = _without_marks(joined(self._line) or short_text(heading))
         self._line.clear()
         level = HEADINGS.get(heading.tag) or heading.get("aria-level", "2")
         self._marker = None
@@ -328,8 +331,18 @@ def _is_no_heading(element: HtmlElement) -> bool:
         return False
     if _LINK_LABEL.match(element.get("title") or element.get("aria-label") or ""):
         return True
-    text = _AFTER_HEADING.sub("", short_text(element)).lower()
+    text = _without_marks(short_text(element)).lower()
     return text in _LINK_TEXTS or "action=edit" in element.get("href", "")
+
+
+def _without_marks(text: str) -> str:
+    """Return a text without what follows a heading: pilcrows and empty brackets."""
+    text = text.rstrip(_AFTER_HEADING)
+    for _ in range(_MAX_LINKS):
+        if not (found := _NO_LINK.search(text, max(0, len(text) - 10))):
+            break
+        text = text[: found.start()].rstrip(_AFTER_HEADING)
+    return text
 
 
 def _escaped(line: str) -> str:
