@@ -95,6 +95,12 @@ def test_links_between_texts_stay() -> None:
     assert "\n\nValve 0 Valve 1 Valve 2 Valve 3\n\n" in read_html(page.encode()).text
 
 
+def test_text_beside_an_element_with_the_name_of_content_stays() -> None:
+    named = f'<div class="content"><p>{SENTENCE * 5}</p></div>'
+    page = f"<body>{named}<div><p>{'Oil it. ' * 50}</p></div></body>"
+    assert read_html(page.encode()).text.count("Oil it.") == 50
+
+
 def test_a_heading_before_the_main_part_is_its_heading() -> None:
     page = f"""<head><title>Boiler - Works</title></head><body><header><h1>Works</h1></header>
         <div><h1>Boiler</h1></div><main><p>{SENTENCE}</p></main></body>"""
