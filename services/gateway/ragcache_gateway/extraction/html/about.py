@@ -67,7 +67,10 @@ class About:
         texts = _texts(headings)
         sites = {site.casefold() for site in map(self._meta.get, _SITES) if site}
         if not texts:
-            texts = [text for text in _texts(others) if declared.startswith(text)]
+            is_site = declared.endswith
+            texts = [
+                t for t in _texts(others) if t in declared and (t == declared or not is_site(t))
+            ]
             sites |= {text.casefold() for text in _texts(others)} - {declared.casefold()}
         named = [text for text in texts if text in declared]
         if named or len(texts) == 1:

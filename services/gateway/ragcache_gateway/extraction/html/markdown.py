@@ -47,9 +47,14 @@ _BLOCKS: Final = frozenset(
 _TERMS: Final = frozenset({"dt", "summary"})
 _INLINE_CODE: Final = frozenset({"code", "tt", "samp", "kbd"})
 _DELETED: Final = frozenset({"del", "s", "strike"})
-_REFERENCE_TAGS: Final = frozenset({"sup", "a", "span"})
 _POWER: Final = re.compile(r"[+\u2212-]?\d{1,3}[+\u2212-]?|[a-z]")
-_REFERENCE: Final = re.compile(r" (?:reference|footnote ref|footnote reference|katex html) ")
+_REFERENCES: Final = {
+    "sup": re.compile(r" (?:reference|footnote ref|footnote reference) "),
+    "a": re.compile(r" (?:footnote ref|footnote reference) "),
+    "span": re.compile(r" katex html "),
+}
+"""Marks of footnotes, and copies of formulas for the eye."""
+
 _PICTURE_OF_TEXT: Final = re.compile(r" (?:emoji|latex|tex|smiley|emoticon) ")
 _NO_HEADING: Final = re.compile(
     r" (?:anchor|anchorjs link|header ?link|header anchor|permalink|hash link|edit|editsection"
@@ -270,6 +275,8 @@ class _BlockWriter:
         self._line.clear()
         level = HEADINGS.get(heading.tag) or heading.get("aria-level", "2")
         self._marker = None
+        # A section in a list is no item of it.
+        self._leads = [""] * len(self._leads)
         if text:
             marker = "#" * min(int(level), 6) + " " if str(level).isdecimal() else "## "
             self.blocks.append(_Block(_Kind.HEADING, text, marker))
@@ -290,7 +297,7 @@ def _inline(element: HtmlElement, line: list[str], *, is_cell: bool) -> str | No
         text = f"~~{deleted}~~" if (deleted := joined(element.itertext())) else ""
     elif tag == "math":
         text = _formula(element)
-    elif tag in _REFERENCE_TAGS and _is_reference(element):
+    elif tag in _REFERENCES and _is_reference(element):
         text = ""
     elif tag == "sup":
         power = short_text(element)
@@ -302,8 +309,9 @@ def _inline(element: HtmlElement, line: list[str], *, is_cell: bool) -> str | No
 
 
 def _is_reference(element: HtmlElement) -> bool:
-    """Whether an element is a mark of a footnote, or a copy of a formula for the eye."""
-    return element.get("role") == "doc-noteref" or bool(_REFERENCE.search(names_of(element)))
+    names = names_of(element)
+    is_named = bool(names) and _REFERENCES[element.tag].search(names) is not None
+    return is_named or element.get("role") == "doc-noteref"
 
 
 def _inline_code(text: str) -> str:

@@ -102,6 +102,8 @@ def test_text_beside_an_element_with_the_name_of_content_stays() -> None:
 
 
 def test_a_heading_before_the_main_part_is_its_heading() -> None:
-    page = f"""<head><title>Boiler - Works</title></head><body><header><h1>Works</h1></header>
+    page = f"""<head><title>oil - Boiler - Works</title></head><body><header><h1>Works</h1></header>
         <div><h1>Boiler</h1></div><main><p>{SENTENCE}</p></main></body>"""
-    assert read_html(page.encode()).text == f"# Boiler\n\n{SENTENCE.strip()}"
+    read = read_html(page.encode())
+    assert read.title == "Boiler"
+    assert read.text == f"# Boiler\n\n{SENTENCE.strip()}"
