@@ -61,6 +61,8 @@ def code_of(block: HtmlElement) -> str:
                 lines.write("\n")
             if is_line:
                 lines.begin()
+            elif element.tag == "code" and element.getparent() is block:
+                lines.end_before(element.getprevious())
             lines.write(element.text, of_list=is_list)
         elif element is not block:
             if is_line:
@@ -82,6 +84,11 @@ class _LineWriter:
         if text and not (of_list and text.isspace()):
             self._parts.append(text)
             self._ends_line = text.endswith("\n")
+
+    def end_before(self, code: HtmlElement | None) -> None:
+        """End the line of an element with code, such as that for another module system."""
+        if code is not None and code.tag == "code" and not code.tail and not self._ends_line:
+            self.write("\n")
 
     def begin(self) -> None:
         if not self._ends_line:

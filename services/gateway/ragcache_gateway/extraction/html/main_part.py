@@ -58,6 +58,7 @@ _LIKELY: Final[tuple[_Rule, ...]] = (
     lambda one: one.tag == "article",
     lambda one: bool(_MAIN_NAMES.search(names_of(one))),
 )
+_IN_SENTENCES: Final = frozenset({"a", "span", "b", "i", "em", "strong", "code", *HEADINGS})
 _LISTS: Final = frozenset({"ul", "ol", "div", "table", "td", "p", "section"})
 _LABELLED: Final = frozenset({"div", "section", "article", "dd", "td"})
 
@@ -144,7 +145,15 @@ def _is_judged(element: HtmlElement) -> bool:
     if element.tag in _JUDGED_TAGS or "role" in element.attrib:
         return True
     names = names_of(element)
-    return bool(names and (_NO_CONTENT.search(names) or _MAYBE_CONTENT.search(names)))
+    return bool(names) and (_is_no_content(names) or _may_be_content(element, names))
+
+
+def _is_no_content(names: str) -> bool:
+    return _NO_CONTENT.search(names) is not None
+
+
+def _may_be_content(element: HtmlElement, names: str) -> bool:
+    return element.tag not in _IN_SENTENCES and _MAYBE_CONTENT.search(names) is not None
 
 
 def _is_navigation(one: _Measured, whole: _Measured) -> bool:
@@ -156,11 +165,11 @@ def _is_navigation(one: _Measured, whole: _Measured) -> bool:
         return True
     if one.own_chars > max(_MIN_MAIN_CHARS, _MIN_MAIN_SHARE * whole.own_chars):
         return False
-    if _NO_CONTENT.search(names) or (element.tag == "footer" and not one.is_inside):
+    if _is_no_content(names) or (element.tag == "footer" and not one.is_inside):
         return True
     is_suspect = element.tag in _JUDGED_TAGS or role in _SUSPECT_ROLES
     return (
-        (is_suspect or _MAYBE_CONTENT.search(names) is not None)
+        (is_suspect or _may_be_content(element, names))
         and one.is_linked(_MUCH)
         and not one.counts.has_title
     )

@@ -42,6 +42,8 @@ def test_navigation_is_left_out(around: str) -> None:
         '<section class="related"><p>A boiler is related to a kettle.</p></section>',
         '<ul><li><a href="/k">Kettle</a></li><li><a href="/p">Pump</a></li></ul>',
         "<footer><p>Written by the guard.</p></footer>",
+        '<h2><a class="header" href="#s">Safety</a></h2>',
+        '<p>See <a class="menu" href="/v">the valve</a></p>',
     ],
 )
 def test_content_stays_whatever_its_name(content: str) -> None:
