@@ -116,11 +116,15 @@ def _rename_around(element: HtmlElement, tag: str) -> None:
             return
 
 
+def _begins_with_code(cell: HtmlElement) -> bool:
+    return any(one.tag == "pre" for one in islice(cell.iter(), _MAX_LEVELS_UP))
+
+
 def _has_line_numbers(element: HtmlElement, names: str) -> bool:
     """Whether an element has only numbers of lines, by its class, or beside a cell with code."""
     is_named = bool(names) and _NUMBERS.search(names) is not None
     is_cell = element.tag in ("td", "th") and element.getnext() is not None
-    if not is_named and not (is_cell and next(element.iter("pre"), None) is not None):
+    if not is_named and not (is_cell and _begins_with_code(element)):
         return False
     words = short_text(element).split()
     if not all(word.isdecimal() and len(word) < _MAX_DIGITS for word in words):
