@@ -1,6 +1,6 @@
 """Measures what reading web pages keeps of their text and of their navigation, beside trafilatura.
 
-The pages are as sixteen generators write them, such as Sphinx, MediaWiki or a shop. Each word is
+The pages are as seventeen generators write them, such as Sphinx, MediaWiki or a shop. Each word is
 known to be text or navigation (``bench/support/web_pages``). trafilatura writes Markdown without
 comments, of texts from 25 characters on, because pages of documentation are short.
 

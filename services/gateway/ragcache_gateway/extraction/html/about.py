@@ -42,7 +42,6 @@ _TIME_NAMES: Final = re.compile(r" (?:dt published|entry date|published) ")
 _DAY: Final = re.compile(r"\s*(\d{4})[-/.]?(\d{2})[-/.]?(\d{2})(?!\d)")
 _TITLE_MARKS: Final = " |\u2013\u2014\u00b7\u00bb\u2022-"
 _TITLE_BREAK: Final = re.compile(rf"\s+[{_TITLE_MARKS}]\s+")
-_MAX_HEADINGS: Final = 8
 _MAX_SCRIPT_CHARS: Final = 1 << 20
 
 
@@ -67,7 +66,10 @@ class About:
         texts = _texts(headings)
         sites = {site.casefold() for site in map(self._meta.get, _SITES) if site}
         if not texts:
-            texts = [text for text in _texts(others) if declared.startswith(text)]
+            is_site = declared.endswith
+            texts = [
+                t for t in _texts(others) if t in declared and (t == declared or not is_site(t))
+            ]
             sites |= {text.casefold() for text in _texts(others)} - {declared.casefold()}
         named = [text for text in texts if text in declared]
         if named or len(texts) == 1:
@@ -101,7 +103,7 @@ class About:
 
 
 def _texts(headings: list[HtmlElement]) -> list[str]:
-    return [text for text in map(heading_text, headings[:_MAX_HEADINGS]) if text]
+    return [text for text in map(heading_text, headings) if text]
 
 
 def _without_site(title: str, sites: set[str]) -> str:

@@ -61,6 +61,8 @@ def code_of(block: HtmlElement) -> str:
                 lines.write("\n")
             if is_line:
                 lines.begin()
+            elif element.tag == "code" and element.getparent() is block:
+                lines.end_before(element.getprevious())
             lines.write(element.text, of_list=is_list)
         elif element is not block:
             if is_line:
@@ -82,6 +84,11 @@ class _LineWriter:
         if text and not (of_list and text.isspace()):
             self._parts.append(text)
             self._ends_line = text.endswith("\n")
+
+    def end_before(self, code: HtmlElement | None) -> None:
+        """End the line of an element with code, such as that for another module system."""
+        if code is not None and code.tag == "code" and not code.tail and not self._ends_line:
+            self.write("\n")
 
     def begin(self) -> None:
         if not self._ends_line:
@@ -109,11 +116,15 @@ def _rename_around(element: HtmlElement, tag: str) -> None:
             return
 
 
+def _begins_with_code(cell: HtmlElement) -> bool:
+    return any(one.tag == "pre" for one in islice(cell.iter(), _MAX_LEVELS_UP))
+
+
 def _has_line_numbers(element: HtmlElement, names: str) -> bool:
     """Whether an element has only numbers of lines, by its class, or beside a cell with code."""
     is_named = bool(names) and _NUMBERS.search(names) is not None
     is_cell = element.tag in ("td", "th") and element.getnext() is not None
-    if not is_named and not (is_cell and next(element.iter("pre"), None) is not None):
+    if not is_named and not (is_cell and _begins_with_code(element)):
         return False
     words = short_text(element).split()
     if not all(word.isdecimal() and len(word) < _MAX_DIGITS for word in words):

@@ -89,10 +89,10 @@ def _shows_panel(button: HtmlElement) -> bool:
     if any(name in names for name in _PANEL_NAMES):
         return True
     panel = button.getnext()
-    return panel is not None and is_hidden(panel)
+    return panel is not None and _is_hidden(panel)
 
 
-def is_hidden(element: HtmlElement) -> bool:
+def _is_hidden(element: HtmlElement) -> bool:
     """Whether a page does not show an element before a click."""
     style = element.get("style", "").replace(" ", "").lower()
     hides = "display:none" in style or "visibility:hidden" in style

@@ -49,12 +49,16 @@ _MAIN_NAMES: Final = re.compile(
     r" (?:(?:main |body |page |post |entry |article )?content|bodycontent|article body|main"
     r"|markdown body|parser output|primary) "
 )
-_MAIN: Final[tuple[Callable[[HtmlElement], bool], ...]] = (
+_Rule = Callable[[HtmlElement], bool]
+_DECLARED: Final[tuple[_Rule, ...]] = (
     lambda one: one.tag == "main" or one.get("role") == "main",
     lambda one: one.get("itemprop") in ("articleBody", "mainContentOfPage"),
+)
+_LIKELY: Final[tuple[_Rule, ...]] = (
     lambda one: one.tag == "article",
     lambda one: bool(_MAIN_NAMES.search(names_of(one))),
 )
+_IN_SENTENCES: Final = frozenset({"a", "span", "b", "i", "em", "strong", "code", *HEADINGS})
 _LISTS: Final = frozenset({"ul", "ol", "div", "table", "td", "p", "section"})
 _LABELLED: Final = frozenset({"div", "section", "article", "dd", "td"})
 
@@ -66,6 +70,7 @@ _FEWEST_LINKS: Final = 3
 _FEWEST_PAGE_LINKS: Final = 2
 _MIN_MAIN_SHARE: Final = 0.5
 _MIN_MAIN_CHARS: Final = 250
+_MIN_LIKELY_SHARE: Final = 0.7
 _MAX_SEARCHED: Final = 200
 
 
@@ -118,15 +123,17 @@ class _Measured(NamedTuple):
 def main_part(body: HtmlElement) -> HtmlElement:
     """Remove navigation from a page and return the element of its main part."""
     _remove_contents(body)
-    *inner, whole = _measured(body, _is_judged, body)
+    *inner, whole = _measured(body, _is_judged)
     for one in inner:
         if _is_navigation(one, whole):
             clear(one.element)
-    candidates = [_common(body, rule) for rule in _MAIN]
-    *inner, whole = _measured(body, lambda one: one in candidates, body)
+    candidates = [_common(body, rule) for rule in (*_DECLARED, *_LIKELY)]
+    *inner, whole = _measured(body, lambda one: one in candidates)
     own_chars = {one.element: one.own_chars for one in inner}
-    enough = min(_MIN_MAIN_CHARS, _MIN_MAIN_SHARE * whole.own_chars)
-    for one in candidates:
+    declared = min(_MIN_MAIN_CHARS, _MIN_MAIN_SHARE * whole.own_chars)
+    likely = _MIN_LIKELY_SHARE * whole.own_chars
+    for i, one in enumerate(candidates):
+        enough = declared if i < len(_DECLARED) else likely
         if one is not None and one is not body and own_chars[one] >= enough:
             return one
     if whole.own_chars >= _MIN_MAIN_CHARS:
@@ -138,7 +145,15 @@ def _is_judged(element: HtmlElement) -> bool:
     if element.tag in _JUDGED_TAGS or "role" in element.attrib:
         return True
     names = names_of(element)
-    return bool(names and (_NO_CONTENT.search(names) or _MAYBE_CONTENT.search(names)))
+    return bool(names) and (_is_no_content(names) or _may_be_content(element, names))
+
+
+def _is_no_content(names: str) -> bool:
+    return _NO_CONTENT.search(names) is not None
+
+
+def _may_be_content(element: HtmlElement, names: str) -> bool:
+    return element.tag not in _IN_SENTENCES and _MAYBE_CONTENT.search(names) is not None
 
 
 def _is_navigation(one: _Measured, whole: _Measured) -> bool:
@@ -150,20 +165,18 @@ def _is_navigation(one: _Measured, whole: _Measured) -> bool:
         return True
     if one.own_chars > max(_MIN_MAIN_CHARS, _MIN_MAIN_SHARE * whole.own_chars):
         return False
-    if _NO_CONTENT.search(names) or (element.tag == "footer" and not one.is_inside):
+    if _is_no_content(names) or (element.tag == "footer" and not one.is_inside):
         return True
     is_suspect = element.tag in _JUDGED_TAGS or role in _SUSPECT_ROLES
     return (
-        (is_suspect or _MAYBE_CONTENT.search(names) is not None)
+        (is_suspect or _may_be_content(element, names))
         and one.is_linked(_MUCH)
         and not one.counts.has_title
     )
 
 
-def _measured(
-    body: HtmlElement, is_wanted: Callable[[HtmlElement], bool], whole: HtmlElement
-) -> Iterator[_Measured]:
-    """Yield the elements of a kind, inner ones first, and at the end the whole."""
+def _measured(body: HtmlElement, is_wanted: _Rule) -> Iterator[_Measured]:
+    """Yield the elements of a kind, inner ones first, and at the end the page."""
     open_counts: list[_Counts] = []
     links = mains = 0
     for event, element in iterwalk(body, ("start", "end")):
@@ -184,14 +197,14 @@ def _measured(
             links -= tag == "a"
             mains -= is_main
             counts = open_counts.pop()
-            if element is whole or is_wanted(element):
+            if element is body or is_wanted(element):
                 yield _Measured(element, counts, is_inside=mains > 0)
             if open_counts:
                 open_counts[-1].add(counts)
                 open_counts[-1].add_text(element.tail, is_link=links > 0)
 
 
-def _common(body: HtmlElement, rule: Callable[[HtmlElement], bool]) -> HtmlElement | None:
+def _common(body: HtmlElement, rule: _Rule) -> HtmlElement | None:
     """Return the element that holds all elements to which a rule applies."""
     first = last = None
     for element in body.iter():
@@ -205,7 +218,7 @@ def _common(body: HtmlElement, rule: Callable[[HtmlElement], bool]) -> HtmlEleme
 
 def _remove_lists_of_links(body: HtmlElement) -> None:
     """Remove lists of links before and after the text, unless they are most of the page."""
-    *inner, whole = _measured(body, lambda one: one.tag in _LISTS, body)
+    *inner, whole = _measured(body, lambda one: one.tag in _LISTS)
     lists = {
         one.element: one.counts.chars
         for one in inner
@@ -237,7 +250,7 @@ def _remove_contents(body: HtmlElement) -> None:
     The link to a part without a heading is its only name, as with tabs. It is put there.
     """
     targets: dict[str, str] = {}
-    for one in list(_measured(body, lambda one: one.tag in ("ul", "ol"), body)):
+    for one in list(_measured(body, lambda one: one.tag in ("ul", "ol"))):
         if one.counts.page_links < _FEWEST_PAGE_LINKS or one.counts.page_links < one.counts.links:
             continue
         if one.is_linked(_NEARLY_ALL):

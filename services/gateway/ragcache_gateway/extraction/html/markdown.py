@@ -47,9 +47,14 @@ _BLOCKS: Final = frozenset(
 _TERMS: Final = frozenset({"dt", "summary"})
 _INLINE_CODE: Final = frozenset({"code", "tt", "samp", "kbd"})
 _DELETED: Final = frozenset({"del", "s", "strike"})
-_REFERENCE_TAGS: Final = frozenset({"sup", "a", "span"})
 _POWER: Final = re.compile(r"[+\u2212-]?\d{1,3}[+\u2212-]?|[a-z]")
-_REFERENCE: Final = re.compile(r" (?:reference|footnote ref|footnote reference|katex html) ")
+_REFERENCES: Final = {
+    "sup": re.compile(r" (?:reference|footnote ref|footnote reference) "),
+    "a": re.compile(r" (?:footnote ref|footnote reference) "),
+    "span": re.compile(r" katex html "),
+}
+"""Marks of footnotes, and copies of formulas for the eye."""
+
 _PICTURE_OF_TEXT: Final = re.compile(r" (?:emoji|latex|tex|smiley|emoticon) ")
 _NO_HEADING: Final = re.compile(
     r" (?:anchor|anchorjs link|header ?link|header anchor|permalink|hash link|edit|editsection"
@@ -59,9 +64,12 @@ _LINK_TEXTS: Final = frozenset(
     {"", "#", "link", "permalink", "anchor", "edit", "edit source", "edit section", "top", "source"}
 )
 _LINK_LABEL: Final = re.compile(r"(?:perma(?:nent )?link|(?:direct )?link to|anchor|edit)\b", re.I)
-_AFTER_HEADING: Final = re.compile(r"(?:\s|[¶§\u200b\u200c\u200d\ufeff🔗]|\[[\s|]{0,8}\])+$")
+_AFTER_HEADING: Final = " \t\n¶§🔗\u200b\u200c\u200d\ufeff"
+_NO_LINK: Final = re.compile(r"\[[\s|]{0,8}\]\Z")
+"""What is left of the brackets around a link to an editor."""
 # Text that Markdown would take for structure.
 _STRUCTURE: Final = re.compile(r"#{1,6}(?:\s|$)|`{3}|~{3}|(?:-+|=+)\s*$|<!--|<h[1-6]\b", re.I)
+_MAX_LINKS: Final = 3
 _FEWEST_COLUMNS: Final = 2
 _MAX_LABEL_CHARS: Final = 80
 _MAX_LEADS: Final = 6
@@ -69,7 +77,7 @@ _MAX_LAYOUT_CHARS: Final = 1000
 _ENDS_PHRASE: Final = (".", ";", ",", ":", "!", "?")
 
 
-class _Kind(enum.Enum):
+class _BlockKind(enum.Enum):
     PARAGRAPH = enum.auto()
     TERM = enum.auto()
     ITEM = enum.auto()
@@ -78,7 +86,7 @@ class _Kind(enum.Enum):
     TABLE = enum.auto()
 
 
-class _Block(NamedTuple):
+class _TextBlock(NamedTuple):
     """Lines of text.
 
     Args:
@@ -86,7 +94,7 @@ class _Block(NamedTuple):
         lead: Before each further line.
     """
 
-    kind: _Kind
+    kind: _BlockKind
     text: str
     marker: str = ""
     lead: str = ""
@@ -109,17 +117,17 @@ def markdown(element: HtmlElement) -> str:
 
 def heading_text(element: HtmlElement) -> str:
     """Return the text of a heading without links to itself or to an editor."""
-    return next((one.text for one in _blocks(element) if one.kind is _Kind.HEADING), "")
+    return next((one.text for one in _blocks(element) if one.kind is _BlockKind.HEADING), "")
 
 
-def _is_close(before: _Kind, kind: _Kind) -> bool:
+def _is_close(before: _BlockKind, kind: _BlockKind) -> bool:
     """Whether no empty line separates two blocks. A term and its text stay in one chunk."""
-    if before is _Kind.TERM:
-        return kind in (_Kind.TERM, _Kind.ITEM, _Kind.PARAGRAPH)
-    return before is kind is _Kind.ITEM
+    if before is _BlockKind.TERM:
+        return kind in (_BlockKind.TERM, _BlockKind.ITEM, _BlockKind.PARAGRAPH)
+    return before is kind is _BlockKind.ITEM
 
 
-def _blocks(element: HtmlElement, *, is_cell: bool = False) -> list[_Block]:
+def _blocks(element: HtmlElement, *, is_cell: bool = False) -> list[_TextBlock]:
     writer = _BlockWriter(is_cell=is_cell)
     walk = iterwalk(element, ("start", "end"))
     for event, one in walk:
@@ -142,7 +150,7 @@ class _BlockWriter:
     """
 
     def __init__(self, *, is_cell: bool) -> None:
-        self.blocks: list[_Block] = []
+        self.blocks: list[_TextBlock] = []
         self._is_cell = is_cell
         self._line: list[str] = []
         self._leads: list[str] = []
@@ -155,7 +163,7 @@ class _BlockWriter:
         if text:
             self._line.append(text.replace("\n", " "))
 
-    def flush(self, kind: _Kind = _Kind.PARAGRAPH) -> None:
+    def flush(self, kind: _BlockKind = _BlockKind.PARAGRAPH) -> None:
         """End the paragraph."""
         lines = (" ".join(line.split()) for line in "".join(self._line).split("\n"))
         text = "\n".join(filter(None, lines))
@@ -198,7 +206,7 @@ class _BlockWriter:
             if element is self._heading:
                 self._end_heading(element)
         elif tag in _BLOCKS:
-            self.flush(_Kind.TERM if tag in _TERMS else _Kind.PARAGRAPH)
+            self.flush(_BlockKind.TERM if tag in _TERMS else _BlockKind.PARAGRAPH)
             if tag in ("ul", "ol"):
                 self._counts.pop()
             elif tag in ("li", "dd", "blockquote"):
@@ -228,48 +236,50 @@ class _BlockWriter:
     def _lead(self, leads: Iterable[str]) -> str:
         return "".join(islice(leads, _MAX_LEADS))
 
-    def _add(self, kind: _Kind, text: str) -> None:
+    def _add(self, kind: _BlockKind, text: str) -> None:
         lead = self._lead(self._leads)
         marker, self._marker = self._marker, None
         if marker is not None:
-            kind = _Kind.ITEM
-        elif kind in (_Kind.PARAGRAPH, _Kind.TERM):
+            kind = _BlockKind.ITEM
+        elif kind in (_BlockKind.PARAGRAPH, _BlockKind.TERM):
             text = "\n".join(_escaped(line) for line in text.split("\n"))
         before = lead if marker is None else self._lead(self._leads[:-1]) + marker
-        self.blocks.append(_Block(kind, text, before, lead))
+        self.blocks.append(_TextBlock(kind, text, before, lead))
 
     def _add_code(self, code: str) -> None:
         if not code:
             return
         if self._is_cell:
-            self._add(_Kind.PARAGRAPH, _inline_code(code))
+            self._add(_BlockKind.PARAGRAPH, _inline_code(code))
             return
         if self._marker is not None and self._marker[0].isdigit():
-            self._add(_Kind.ITEM, "")
+            self._add(_BlockKind.ITEM, "")
         self._marker = None
         longest = max(map(len, re.findall("`+", code)), default=0)
         fence = "`" * max(3, longest + 1)
-        self.blocks.append(_Block(_Kind.CODE, f"{fence}\n{code}\n{fence}"))
+        self.blocks.append(_TextBlock(_BlockKind.CODE, f"{fence}\n{code}\n{fence}"))
 
     def _add_table(self, table: HtmlElement, rows: list[list[Cell]]) -> None:
         caption = table.find("caption")
         if caption is not None:
             self.write(" ".join(caption.itertext()))
-            self.flush(_Kind.TERM)
+            self.flush(_BlockKind.TERM)
         self._marker = None
         if text := table_markdown(rows):
-            self.blocks.append(_Block(_Kind.TABLE, text))
+            self.blocks.append(_TextBlock(_BlockKind.TABLE, text))
 
     def _end_heading(self, heading: HtmlElement) -> None:
         self._heading = None
         # A heading may consist of a link to itself.
-        text = _AFTER_HEADING.sub("", joined(self._line) or short_text(heading))
+        text = _without_marks(joined(self._line) or short_text(heading))
         self._line.clear()
         level = HEADINGS.get(heading.tag) or heading.get("aria-level", "2")
         self._marker = None
+        # A section in a list is no item of it.
+        self._leads = [""] * len(self._leads)
         if text:
             marker = "#" * min(int(level), 6) + " " if str(level).isdecimal() else "## "
-            self.blocks.append(_Block(_Kind.HEADING, text, marker))
+            self.blocks.append(_TextBlock(_BlockKind.HEADING, text, marker))
 
 
 def _inline(element: HtmlElement, line: list[str], *, is_cell: bool) -> str | None:
@@ -287,7 +297,7 @@ def _inline(element: HtmlElement, line: list[str], *, is_cell: bool) -> str | No
         text = f"~~{deleted}~~" if (deleted := joined(element.itertext())) else ""
     elif tag == "math":
         text = _formula(element)
-    elif tag in _REFERENCE_TAGS and _is_reference(element):
+    elif tag in _REFERENCES and _is_reference(element):
         text = ""
     elif tag == "sup":
         power = short_text(element)
@@ -299,8 +309,9 @@ def _inline(element: HtmlElement, line: list[str], *, is_cell: bool) -> str | No
 
 
 def _is_reference(element: HtmlElement) -> bool:
-    """Whether an element is a mark of a footnote, or a copy of a formula for the eye."""
-    return element.get("role") == "doc-noteref" or bool(_REFERENCE.search(names_of(element)))
+    names = names_of(element)
+    is_named = bool(names) and _REFERENCES[element.tag].search(names) is not None
+    return is_named or element.get("role") == "doc-noteref"
 
 
 def _inline_code(text: str) -> str:
@@ -328,8 +339,18 @@ def _is_no_heading(element: HtmlElement) -> bool:
         return False
     if _LINK_LABEL.match(element.get("title") or element.get("aria-label") or ""):
         return True
-    text = _AFTER_HEADING.sub("", short_text(element)).lower()
+    text = _without_marks(short_text(element)).lower()
     return text in _LINK_TEXTS or "action=edit" in element.get("href", "")
+
+
+def _without_marks(text: str) -> str:
+    """Return a text without what follows a heading: pilcrows and empty brackets."""
+    text = text.rstrip(_AFTER_HEADING)
+    for _ in range(_MAX_LINKS):
+        if not (found := _NO_LINK.search(text, max(0, len(text) - 10))):
+            break
+        text = text[: found.start()].rstrip(_AFTER_HEADING)
+    return text
 
 
 def _escaped(line: str) -> str:
@@ -397,9 +418,9 @@ def _cell(cell: HtmlElement) -> Cell:
         marker = block.marker.strip()
         text = f"{marker} {block.text}" if marker[:1].isdigit() else block.text
         if parts and not parts[-1].endswith(_ENDS_PHRASE):
-            if before is _Kind.TERM:
+            if before is _BlockKind.TERM:
                 parts[-1] += ":"
-            elif block.kind in (_Kind.ITEM, _Kind.TERM):
+            elif block.kind in (_BlockKind.ITEM, _BlockKind.TERM):
                 parts[-1] += ";"
         parts.append(joined(text))
         before = block.kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Final
 
 from lxml.html import HtmlElement
@@ -28,6 +29,7 @@ _SCRIPTED: Final = (
     "the page asks for JavaScript and has little text without it; save it from a browser"
 )
 _LITTLE_CHARS: Final = 200
+_MAX_HEADINGS: Final = 8
 
 
 def read_html(content: bytes) -> ExtractedText:
@@ -40,8 +42,8 @@ def read_html(content: bytes) -> ExtractedText:
     about = About(root)
     body = _body(root)
     main = main_part(body)
-    headings = list(main.iter("h1"))
-    others = [] if headings else list(body.iter("h1"))
+    headings = list(islice(main.iter("h1"), _MAX_HEADINGS))
+    others = [] if headings else list(islice(body.iter("h1"), _MAX_HEADINGS))
     title = about.title(headings, others)
     text = cleaned(markdown(main)) or _whole(content)
     if not text and is_cut:

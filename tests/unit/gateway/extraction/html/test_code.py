@@ -49,6 +49,8 @@ BLOCKS = {
         "<br>".join(line.replace("  ", "&nbsp;&nbsp;") for line in LINES)
     ),
     "style": f'<code style="display:block; white-space: pre">{chr(10).join(LINES)}</code>',
+    "variants": "<pre><code>if full:\n    empty()\n</code><code>\nstart()</code></pre>",
+    "elements": f"<pre><code>{LINES[0]}</code><code>{LINES[1]}</code>\n\nstart()</pre>",
     "old element": f"<xmp>{chr(10).join(LINES)}</xmp>",
 }
 

@@ -42,6 +42,8 @@ def test_navigation_is_left_out(around: str) -> None:
         '<section class="related"><p>A boiler is related to a kettle.</p></section>',
         '<ul><li><a href="/k">Kettle</a></li><li><a href="/p">Pump</a></li></ul>',
         "<footer><p>Written by the guard.</p></footer>",
+        '<h2><a class="header" href="#s">Safety</a></h2>',
+        '<p>See <a class="menu" href="/v">the valve</a></p>',
     ],
 )
 def test_content_stays_whatever_its_name(content: str) -> None:
@@ -95,7 +97,15 @@ def test_links_between_texts_stay() -> None:
     assert "\n\nValve 0 Valve 1 Valve 2 Valve 3\n\n" in read_html(page.encode()).text
 
 
+def test_text_beside_an_element_with_the_name_of_content_stays() -> None:
+    named = f'<div class="content"><p>{SENTENCE * 5}</p></div>'
+    page = f"<body>{named}<div><p>{'Oil it. ' * 50}</p></div></body>"
+    assert read_html(page.encode()).text.count("Oil it.") == 50
+
+
 def test_a_heading_before_the_main_part_is_its_heading() -> None:
-    page = f"""<head><title>Boiler - Works</title></head><body><header><h1>Works</h1></header>
+    page = f"""<head><title>oil - Boiler - Works</title></head><body><header><h1>Works</h1></header>
         <div><h1>Boiler</h1></div><main><p>{SENTENCE}</p></main></body>"""
-    assert read_html(page.encode()).text == f"# Boiler\n\n{SENTENCE.strip()}"
+    read = read_html(page.encode())
+    assert read.title == "Boiler"
+    assert read.text == f"# Boiler\n\n{SENTENCE.strip()}"

@@ -86,6 +86,8 @@ def test_lists_are_nested_and_numbered_from_their_start() -> None:
         ("cost <del>$10</del> $8", "cost ~~$10~~ $8"),
         ('said so<sup><a href="#n">3</a></sup>', "said so[3]"),
         ('said<sup class="reference"><a href="#n">[1]</a></sup> so', "said so"),
+        ('see <a class="reference internal" href="#b">the list</a>', "see the list"),
+        ('so<a class="footnote-reference brackets" href="#id2">1</a>.', "so."),
         ("run <kbd>stop</kbd> and <code>a`b</code>", "run `stop` and ``a`b``"),
         (
             "<math><mi>x</mi><annotation encoding='application/x-tex'>x_1</annotation></math>",
@@ -125,6 +127,11 @@ def test_headings_have_no_links_to_themselves_or_to_an_editor(heading: str, text
 def test_a_heading_by_its_role_is_one() -> None:
     page = '<div role="heading" aria-level="4">Safety</div><p>Wear gloves.</p>'
     assert text_of(page) == "#### Safety\n\nWear gloves."
+
+
+def test_text_after_a_heading_in_an_item_is_not_part_of_the_item() -> None:
+    page = "<ul><li><section><h2>Methods</h2><p>One.</p><ul><li>a</li></ul></section></li></ul>"
+    assert text_of(page) == "## Methods\n\nOne.\n\n- a"
 
 
 def test_nested_elements_take_no_more_than_the_parser_allows() -> None:
