@@ -38,6 +38,7 @@ _PAGE_NUMBER = re.compile(
 )
 _NAMED_PAGE = re.compile(rf"\b{_PAGE}\s*\d", re.IGNORECASE)
 
+LAST_HYPHEN: Final = re.compile(r"(?<=\w)[-\u2010\u00ad]\Z")
 _BLANK = re.compile(r"[_.…\s]{3,}")
 
 
@@ -63,12 +64,14 @@ class Line:
     Args:
         is_broken: A hyphen at its end was taken off; the next line continues its last word.
         lefts: Left edge of each character; empty if nothing needs them.
+        rights: Right edge of each character, likewise.
     """
 
     text: str
     box: Box
     is_broken: bool = False
     lefts: tuple[float, ...] = ()
+    rights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,27 +175,23 @@ def _gutter(runs: Sequence[Box]) -> tuple[float, float] | None:
 
 def _divided(line: Line, gutter: tuple[float, float]) -> Iterator[Line]:
     """Yield the parts of a line on both sides of the gap, unless text crosses it."""
-    low, high = gutter
-    inside = [
-        left
-        for left, character in zip(line.lefts, line.text, strict=True)
-        if low < left < high - _GUTTER_STEP and not character.isspace()
-    ]
-    split = next((i for i, left in enumerate(line.lefts) if left >= high - _GUTTER_STEP), 0)
-    if inside or not split or line.box.left >= low or not line.text[:split].strip():
+    edge = gutter[1] - _GUTTER_STEP
+    split = next((i for i, left in enumerate(line.lefts) if left >= edge), 0)
+    head = line.text[:split].rstrip()
+    if not head or line.lefts[split] - line.rights[len(head) - 1] < _MIN_GUTTER:
         yield line
         return
-    head, tail = line.text[:split].rstrip(), line.text[split:]
-    yield replace(
-        line,
-        text=head,
-        box=replace(line.box, right=low),
-        is_broken=False,
-        lefts=line.lefts[: len(head)],
-    )
-    yield replace(
-        line, text=tail, box=replace(line.box, left=line.lefts[split]), lefts=line.lefts[split:]
-    )
+    first = _part(line, 0, len(head))
+    if hyphen := LAST_HYPHEN.search(head):
+        first = replace(first, text=head[: hyphen.start()])
+    yield replace(first, is_broken=hyphen is not None)
+    yield _part(line, split, len(line.text))
+
+
+def _part(line: Line, start: int, end: int) -> Line:
+    lefts, rights = line.lefts[start:end], line.rights[start:end]
+    box = replace(line.box, left=lefts[0], right=rights[-1])
+    return replace(line, text=line.text[start:end], box=box, lefts=lefts, rights=rights)
 
 
 def _side(line: Line, gutter: tuple[float, float]) -> int:
@@ -204,6 +203,11 @@ def _side(line: Line, gutter: tuple[float, float]) -> int:
 
 def _is_on_one_row(one: Line, other: Line) -> bool:
     return other.box.bottom < one.box.middle < other.box.top
+
+
+def continues_row(line: Line, before: Line) -> bool:
+    """Whether a line is the next part of a row, such as the cell of a table."""
+    return _is_on_one_row(before, line) and line.box.left >= before.box.right
 
 
 def _is_prose(column: Sequence[Line]) -> bool:
@@ -221,7 +225,7 @@ def with_fields(lines: Sequence[Line], fields: Sequence[FieldValue]) -> list[Lin
     """Return lines with the values of fields beside their labels.
 
     A value goes into the line at its height, in the order of positions. Without such a line it
-    follows the line above it, after the name of its field.
+    follows the line above it, after the name of its field unless that line is near.
     """
     placed = list(lines)
     for field in sorted(fields, key=lambda one: (-one.box.top, one.box.left)):
@@ -232,7 +236,8 @@ def with_fields(lines: Sequence[Line], fields: Sequence[FieldValue]) -> list[Lin
         else:
             above = [i for i, one in enumerate(placed) if one.box.bottom >= field.box.middle]
             i = min(above, key=lambda i: placed[i].box.bottom, default=-1)
-            text = f"{field.name}: {field.text}" if field.name else field.text
+            has_label = i >= 0 and _is_label(placed[i].box, field.box)
+            text = field.text if has_label or not field.name else f"{field.name}: {field.text}"
             placed.insert(i + 1, Line(text, field.box))
     return placed
 
@@ -240,6 +245,12 @@ def with_fields(lines: Sequence[Line], fields: Sequence[FieldValue]) -> list[Lin
 def _is_beside(line: Line, field: FieldValue) -> bool:
     overlap = min(line.box.top, field.box.top) - max(line.box.bottom, field.box.bottom)
     return overlap >= (line.box.top - line.box.bottom) / 2
+
+
+def _is_label(box: Box, field: Box) -> bool:
+    """Whether a line above a field is so near that it says what the field is for."""
+    is_near = box.bottom - field.top < field.top - field.bottom
+    return is_near and box.left < field.right and field.left < box.right
 
 
 def _with_value(line: Line, field: FieldValue) -> Line:
@@ -256,11 +267,7 @@ def _with_value(line: Line, field: FieldValue) -> Line:
     end = len(line.text) - len(tail)
     before, after = " " * bool(head), " " * bool(tail)
     middle = f"{before}{field.text}{after}"
-    lefts = (
-        *line.lefts[: len(head)],
-        *([field.box.left] * len(middle)),
-        *line.lefts[end:],
-    )
+    lefts = (*line.lefts[: len(head)], *[field.box.left] * len(middle), *line.lefts[end:])
     box = replace(line.box, right=max(line.box.right, field.box.right))
     return replace(line, text=f"{head}{middle}{tail}", lefts=lefts, box=box)
 

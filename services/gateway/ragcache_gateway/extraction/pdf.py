@@ -30,8 +30,10 @@ from ragcache_gateway.extraction.extracted import (
 )
 from ragcache_gateway.extraction.hyphens import HyphenChoice, words_of
 from ragcache_gateway.extraction.page_lines import (
+    LAST_HYPHEN,
     Box,
     Line,
+    continues_row,
     in_columns,
     may_mix_columns,
     with_fields,
@@ -44,7 +46,6 @@ _HYPHEN: Final = "\ufffe"
 """PDFium's mark of a hyphen at the end of a line, in place of the line break, too."""
 
 _LINE = re.compile(rf"[^\r\n{_HYPHEN}]+{_HYPHEN}?|{_HYPHEN}")
-_LAST_HYPHEN = re.compile(r"(?<=\w)[-\u2010\u00ad]\Z")
 _SENTENCE_END = re.compile(r"[.!?:;…][\"'”’)\]]*\Z")  # noqa: RUF001
 
 _BULLETS: Final = dict.fromkeys(map(ord, "\uf0b7\uf0a7\uf0d8\uf0a8\uf076\uf02d\uf06c\uf06e"), "•")
@@ -172,16 +173,16 @@ def _read_page(
         return _PdfPage((), height, is_unreadable=True, has_image=has_image)
     values = form_values(document, page)
     runs = [Box(*text_page.get_rect(i)) for i in range(text_page.count_rects())]
-    lines = list(_lines(text_page, text, with_lefts=bool(values)))
+    lines = list(_lines(text_page, text, with_characters=bool(values)))
     if may_mix_columns(lines, runs):
         # The positions of all characters take much longer than those of lines.
-        lines = in_columns(list(_lines(text_page, text, with_lefts=True)), runs)
+        lines = in_columns(list(_lines(text_page, text, with_characters=True)), runs)
     if values:
         lines = with_fields(lines, values)
     return _PdfPage(lines, height, num_lost=len(_PRIVATE.findall(text)), has_image=has_image)
 
 
-def _lines(text_page: pypdfium2.PdfTextPage, text: str, *, with_lefts: bool) -> Iterator[Line]:
+def _lines(text_page: pypdfium2.PdfTextPage, text: str, *, with_characters: bool) -> Iterator[Line]:
     """Yield the lines of a page in the order of the file."""
     # PDFium counts in UTF-16.
     starts = None
@@ -198,23 +199,22 @@ def _lines(text_page: pypdfium2.PdfTextPage, text: str, *, with_lefts: bool) -> 
         whole = match[0]
         shown = whole.removesuffix(_HYPHEN)
         is_broken = len(shown) < len(whole)
-        if not is_broken and (hyphen := _LAST_HYPHEN.search(shown)):
+        if not is_broken and (hyphen := LAST_HYPHEN.search(shown)):
             shown, is_broken = shown[: hyphen.start()], True
         stripped = shown.strip()
         if not stripped and not is_broken:
             continue
         start = match.start() + len(shown) - len(shown.lstrip())
         first, last = box_at(start), box_at(start + max(len(stripped) - 1, 0))
-        lefts: tuple[float, ...] = ()
-        if with_lefts:
-            lefts = tuple(box_at(start + i).left for i in range(len(stripped)))
+        boxes = [box_at(start + i) for i in range(len(stripped))] if with_characters else []
         box = Box(
             min(first.left, last.left),
             min(first.bottom, last.bottom),
             max(first.right, last.right),
             max(first.top, last.top),
         )
-        yield Line(stripped, box, is_broken, lefts)
+        lefts, rights = (one.left for one in boxes), (one.right for one in boxes)
+        yield Line(stripped, box, is_broken, tuple(lefts), tuple(rights))
 
 
 def _character_box(text_page: pypdfium2.PdfTextPage, index: int) -> Box:
@@ -235,10 +235,12 @@ def _text_of(pages: Sequence[_PdfPage]) -> str:
     last = -1  # the page that has the last text
     for lines in kept:
         text = ""
-        for line in lines:
+        for before, line in itertools.pairwise((None, *lines)):
+            assert line is not None
             shown = _PRIVATE.sub("", cleaned(line.text)).strip()
             if not is_broken:
-                text = f"{text}\n{shown}" if text else shown
+                joint = " " if before is not None and continues_row(line, before) else "\n"
+                text = f"{text}{joint}{shown}" if text else shown
             elif text:
                 text = choice.joined(text, shown)
             else:

@@ -25,8 +25,9 @@ texts = st.text(st.sampled_from("ab 7."), min_size=1, max_size=60).map(
 
 
 def line(text: str, left: float, bottom: float) -> Line:
-    lefts = tuple(left + i * CHAR_WIDTH for i in range(len(text)))
-    return Line(text, Box(left, bottom, left + len(text) * CHAR_WIDTH, bottom + 12), lefts=lefts)
+    edges = [left + i * CHAR_WIDTH for i in range(len(text) + 1)]
+    box = Box(left, bottom, edges[-1], bottom + 12)
+    return Line(text, box, lefts=tuple(edges[:-1]), rights=tuple(edges[1:]))
 
 
 lines = st.builds(line, texts, st.floats(50, 400), st.floats(0, HEIGHT - 12))

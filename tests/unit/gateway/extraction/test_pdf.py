@@ -122,9 +122,7 @@ def test_values_of_fields_stand_beside_their_labels() -> None:
             widget("Tx", "/V (secret) /Ff 8192", (105, 400, 130, 412), "password"),
         ],
     )
-    assert text_of(page) == (
-        "Name: J. Roe Date: 2024-05-06\nRemarks\nremarks: Seal worn\nSerial: HP7 ok"
-    )
+    assert text_of(page) == ("Name: J. Roe Date: 2024-05-06\nRemarks\nSeal worn\nSerial: HP7 ok")
 
 
 def test_boxes_choices_and_text_that_was_put_on_the_page_are_read() -> None:
@@ -144,10 +142,24 @@ def test_boxes_choices_and_text_that_was_put_on_the_page_are_read() -> None:
 
 def test_columns_that_are_mixed_row_by_row_are_read_one_after_the_other() -> None:
     rows = [shown("Pumps and faults, a guide over both of the columns of the page", y=740, size=14)]
-    for i, (left, right) in enumerate(zip(PROSE, REST, strict=True)):
+    left_column = (*PROSE[:-1], "and shows a power fail-")
+    right_column = ("ure at once. The red lamp is lit. The", *REST[1:])
+    for i, (left, right) in enumerate(zip(left_column, right_column, strict=True)):
         rows += [shown(left, 72, 700 - 14 * i), shown(right, 330, 700 - 14 * i)]
     text = text_of(Page("\n".join(rows)))
-    assert text.split("\n", 1)[1] == "\n".join((*PROSE, *REST))
+    whole = "\n".join((*left_column, *right_column)).replace("fail-\nure", "failure")
+    assert text.split("\n", 1)[1] == whole
+
+
+def test_three_columns_are_read_one_after_the_other() -> None:
+    columns = [[text[:30] for text in one] for one in (PROSE, REST, PROSE[::-1])]
+    rows = [
+        shown(text, 40 + 190 * j, 700 - 14 * i, size=9)
+        for i, row in enumerate(zip(*columns, strict=True))
+        for j, text in enumerate(row)
+    ]
+    expected = "\n".join(text.strip() for one in columns for text in one)
+    assert text_of(Page("\n".join(rows))) == expected
 
 
 def test_rows_of_a_table_stay_rows() -> None:
@@ -159,6 +171,12 @@ def test_rows_of_a_table_stay_rows() -> None:
     ]
     text = text_of(Page("\n".join(rows)))
     assert text.splitlines()[0] == "Motor does not turn Check the fuse"
+
+
+def test_cells_far_from_each_other_are_one_row() -> None:
+    cells = ("Part", "Price", "Stock", "AX-1", "12.50", "3", "AX-2", "9.10", "17")
+    page = (shown(cell, 72 + i % 3 * 180, 700 - 14 * (i // 3)) for i, cell in enumerate(cells))
+    assert text_of(Page("\n".join(page))) == "Part Price Stock\nAX-1 12.50 3\nAX-2 9.10 17"
 
 
 def test_columns_in_the_order_of_the_file_stay() -> None:
