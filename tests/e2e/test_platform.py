@@ -140,7 +140,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
         manifest_path = str(folder / "ragcache.yaml")
         platform.ragcache("up", "-f", manifest_path, "--data", data, "--detach")
         said = platform.ragcache("ingest", str(pages))
-        assert f"{DOCUMENTS} written, 0 unchanged, 0 skipped" in said
+        assert f"{DOCUMENTS} written, 0 unchanged, 0 failed, 0 skipped" in said
         yield platform
     finally:
         platform.ragcache("down", "--data", data)
@@ -251,7 +251,7 @@ def test_a_quality_report_is_measured_and_judges_later_blends(
 
 def test_a_second_ingest_changes_nothing(platform: Platform) -> None:
     said = platform.ragcache("ingest", str(platform.pages))
-    assert f"0 written, {DOCUMENTS} unchanged, 0 skipped" in said
+    assert f"0 written, {DOCUMENTS} unchanged, 0 failed, 0 skipped" in said
 
 
 def test_the_command_line_shows_answer_sources_and_time(platform: Platform) -> None:

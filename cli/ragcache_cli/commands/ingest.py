@@ -27,6 +27,7 @@ from ragcache_cli.sources.documents import (
     read_content,
     select,
 )
+from ragcache_cli.sources.skipped import counts_of, summary_of
 from ragcache_core.documents.formats import FORMAT_OF_SUFFIX, DocumentFormat
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 
@@ -39,6 +40,9 @@ _BATCHES: Final = 2
 _BATCH_DOCUMENTS: Final = 2 * CONCURRENCY
 _BATCH_BYTES: Final = 4 << 20
 """Size of a batch that has several documents. A batch is sent before its first event is read."""
+
+INCOMPLETE: Final = 3
+"""Exit status with --strict if a file was skipped or has failed."""
 
 _ATTEMPTS: Final = 5
 _RETRY_S: Final = 1.0
@@ -253,16 +257,22 @@ def ingest_command(
     encoding: Annotated[
         str, typer.Option(help="Encoding of text, Markdown and HTML, such as cp1252.")
     ] = "",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 3 if a file was skipped or has failed.")
+    ] = False,
 ) -> None:
-    """Ingest documents into a collection; unchanged ones are skipped.
+    """Ingest documents into a collection; unchanged ones are not written again.
 
-    Markdown, text, HTML, PDF, JSON lines, and Word, PowerPoint and Excel files.
+    Markdown, MDX, reStructuredText, text, HTML, PDF, CSV, JSON, JSON lines, notebooks, and Word,
+    PowerPoint and Excel files. Files that are no documents are skipped, and counted at the end.
     """
     selection = select(paths)
+    console = make_console(stderr=True)
+    for line in summary_of(selection.skipped):
+        console.print(Text(f"skipped {printable(line)}", style="yellow"))
     if not selection.files and not selection.refused:
         known = ", ".join(FORMAT_OF_SUFFIX)
         raise InvalidInput("PATH", f"holds no file of {known}", "name another folder")
-    console = make_console(stderr=True)
     begun = time.monotonic()
     as_json = output == "json"
     work = _ingest(options.target, collection, selection, console, encoding, as_json=as_json)
@@ -277,11 +287,13 @@ def ingest_command(
         for warning in done.warnings:
             console.print(Text(f"warning {printable(warning)}", style="yellow"))
         for error in refused:
-            console.print(Text(f"skipped {error}", style="yellow"))
+            console.print(Text(f"failed {error}", style="yellow"))
         print(
-            f"{done.written} written, {done.unchanged} unchanged, {len(refused)} skipped "
-            f"in collection {collection!r}"
+            f"{done.written} written, {done.unchanged} unchanged, {len(refused)} failed, "
+            f"{len(selection.skipped)} skipped in collection {collection!r}"
         )
+    if strict and (refused or selection.skipped):
+        raise typer.Exit(INCOMPLETE)
     if refused:
         raise typer.Exit(FAILED)
 
@@ -310,11 +322,15 @@ async def _ingest(
 def _print_json(selection: Selection, done: Ingested, collection: str) -> None:
     for error in selection.refused:
         print(_line(DocumentResult(error.field, error)))
+    for one in selection.skipped:
+        print(json.dumps({"id": one.name, "state": "skipped", "reason": one.reason.value}))
     counts = {
         "collection": collection,
         "written": done.written,
         "unchanged": done.unchanged,
-        "skipped": len(selection.refused) + len(done.refused),
+        "failed": len(selection.refused) + len(done.refused),
+        "skipped": len(selection.skipped),
+        "skipped_by_reason": counts_of(selection.skipped),
         "chunks": done.chunks,
         "warnings": len(done.warnings),
     }

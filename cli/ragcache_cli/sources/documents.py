@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ragcache_cli.sources.skipped import SkippedFile, SkipReason
 from ragcache_core.documents.formats import FORMAT_OF_SUFFIX, DocumentFormat, suffix_of
 from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_core.retrieval.metadata import name_of
@@ -52,16 +53,22 @@ class DocumentFile:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The files that were selected, and the named files that were refused, with the reason."""
+    """The files that were selected.
+
+    Args:
+        refused: Named files that cannot be ingested, with the reason.
+        skipped: What else the folders have.
+    """
 
     files: tuple[DocumentFile, ...]
     refused: tuple[InvalidInput, ...]
+    skipped: tuple[SkippedFile, ...]
 
 
 def select(paths: Iterable[Path]) -> Selection:
     """Select files of known formats at and below the paths, by id, without hidden ones.
 
-    Other files of a folder are ignored. A named file of another kind is refused, and so are two
+    Other files of a folder are skipped. A named file of another kind is refused, and so are two
     files with the same id.
 
     Raises:
@@ -69,9 +76,10 @@ def select(paths: Iterable[Path]) -> Selection:
     """
     chosen: dict[str, DocumentFile] = {}
     refused: list[InvalidInput] = []
+    skipped: list[SkippedFile] = []
     for path in paths:
         if path.is_dir():
-            found = _below(path)
+            found = _below(path, refused, skipped)
         elif not path.exists():
             raise InvalidInput("PATH", f"{path} does not exist", "name files or folders")
         # Reading a pipe or a device might never end.
@@ -87,7 +95,7 @@ def select(paths: Iterable[Path]) -> Selection:
                 problem = f"has the id {file.id!r}, as {other.path} has"
                 fix = "ingest the folder above both, or use two collections"
                 refused.append(InvalidInput(str(file.path), problem, fix))
-    return Selection(tuple(chosen[key] for key in sorted(chosen)), tuple(refused))
+    return Selection(tuple(chosen[key] for key in sorted(chosen)), tuple(refused), tuple(skipped))
 
 
 def documents_in(files: Iterable[DocumentFile]) -> Iterator[DocumentFile]:
@@ -162,10 +170,30 @@ def _lines(path: Path) -> Iterator[LineSpan]:
             yield LineSpan(number, start, size)
 
 
-def _below(folder: Path) -> Iterator[DocumentFile]:
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
+def skip_reason(name: str, *, is_folder: bool = False) -> SkipReason | None:
+    """Return why a file of this name is no document. None: it is one, or a folder of some."""
+    if name.startswith("."):
+        return SkipReason.HIDDEN
+    return None if is_folder or suffix_of(name) else SkipReason.OTHER_KIND
+
+
+def _below(
+    folder: Path, refused: list[InvalidInput], skipped: list[SkippedFile]
+) -> Iterator[DocumentFile]:
+    def refuse(error: OSError) -> None:
+        problem = f"cannot be read: {error.strerror}"
+        refused.append(InvalidInput(str(error.filename), problem, "check its permissions"))
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        for name in sorted((*folders, *names)):
             path = Path(parent, name)
-            if not name.startswith(".") and suffix_of(name) and path.is_file():
+            is_folder = path.is_dir()
+            reason = skip_reason(name, is_folder=is_folder)
+            # Reading a pipe or a device might never end, and a link to a folder may be a circle.
+            if reason is None and (path.is_symlink() if is_folder else not path.is_file()):
+                reason = SkipReason.NO_FILE
+            if reason is not None:
+                skipped.append(SkippedFile(str(path), reason))
+            elif not is_folder:
                 yield DocumentFile(path.relative_to(folder).as_posix(), path)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))

@@ -211,15 +211,18 @@ def handbook(tmp_path: Path) -> Path:
 
 def test_ingest_writes_what_is_new_and_skips_the_rest(gateway: FakeGateway, handbook: Path) -> None:
     first = ragcache("ingest", handbook)
-    assert (first.exit_code, first.stderr) == (0, "")
-    assert first.stdout == "3 written, 0 unchanged, 0 skipped in collection 'default'\n"
+    assert first.exit_code == 0
+    assert first.stderr == (
+        f"skipped 1 of another kind: {handbook}/logo.png\nskipped 1 hidden: {handbook}/.git\n"
+    )
+    assert first.stdout == "3 written, 0 unchanged, 0 failed, 2 skipped in collection 'default'\n"
     ids = ["billing.md", "teams/B.MARKDOWN", "teams/core.txt"]
     assert sorted(gateway.documents) == [("default", name) for name in ids]
     core = gateway.documents["default", "teams/core.txt"]
     assert (core.kind, core.content) == (DocumentFormat.TEXT, "\ufeffThe core team.".encode())
     (handbook / "billing.md").write_text("# Billing\n\nIt moved.")
     second = ragcache("ingest", handbook)
-    assert second.stdout == "1 written, 2 unchanged, 0 skipped in collection 'default'\n"
+    assert second.stdout == "1 written, 2 unchanged, 0 failed, 2 skipped in collection 'default'\n"
 
 
 def test_ingest_makes_the_collection(gateway: FakeGateway, handbook: Path) -> None:
@@ -235,13 +238,13 @@ def test_ingest_reports_what_it_cannot_read_and_goes_on(
     (handbook / "refused.md").write_text("forbidden")
     result = ragcache("ingest", handbook, handbook / "logo.png")
     assert result.exit_code == 1
-    assert result.stdout == "3 written, 0 unchanged, 3 skipped in collection 'default'\n"
+    assert result.stdout == "3 written, 0 unchanged, 3 failed, 2 skipped in collection 'default'\n"
     for line in (
         "logo.png: is of another kind; convert it to one of .txt, .md, .markdown, .html, .htm",
         "large.txt: is over 8 MiB; split it",
         "refused.md: text: says what it must not; write something else",
     ):
-        assert f"skipped {handbook}/{line}" in result.stderr
+        assert f"failed {handbook}/{line}" in result.stderr
 
 
 def test_ingest_can_print_json(gateway: FakeGateway, handbook: Path) -> None:
@@ -253,13 +256,24 @@ def test_ingest_can_print_json(gateway: FakeGateway, handbook: Path) -> None:
         "collection": "default",
         "written": 3,
         "unchanged": 0,
-        "skipped": 1,
+        "failed": 1,
+        "skipped": 2,
+        "skipped_by_reason": {"other_kind": 1, "hidden": 1},
         "chunks": 6,
     }
     by_id = {line.pop("id"): line for line in lines}
     assert by_id["billing.md"] == {"state": "done", "changed": True, "chunks": 2}
     assert by_id["refused.md"]["state"] == "failed"
     assert "refused.md: text: says" in by_id["refused.md"]["error"]
+    assert by_id[f"{handbook}/logo.png"] == {"state": "skipped", "reason": "other_kind"}
+
+
+def test_strict_ingest_fails_if_anything_was_left_out(gateway: FakeGateway, handbook: Path) -> None:
+    assert ragcache("ingest", handbook / "teams", "--strict").exit_code == 0
+    assert ragcache("ingest", handbook, "--strict").exit_code == 3
+    (handbook / "teams" / "refused.md").write_text("forbidden")
+    assert ragcache("ingest", handbook / "teams", "--strict").exit_code == 3
+    assert ragcache("ingest", handbook / "teams").exit_code == 1
 
 
 def test_ingest_takes_each_line_of_json_as_a_document(gateway: FakeGateway, tmp_path: Path) -> None:
@@ -267,7 +281,7 @@ def test_ingest_takes_each_line_of_json_as_a_document(gateway: FakeGateway, tmp_
     (tmp_path / "all.jsonl").write_text("\n\n".join(lines))
     result = ragcache("ingest", tmp_path / "all.jsonl")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == "40 written, 0 unchanged, 0 skipped in collection 'default'\n"
+    assert result.stdout == "40 written, 0 unchanged, 0 failed, 0 skipped in collection 'default'\n"
     assert gateway.documents["default", "d39"].content == b"Text 39."
 
 

@@ -43,15 +43,15 @@ async def test_files_of_all_kinds_are_ingested(platform: World, tmp_path: Path) 
     (tmp_path / 'odd "ä".txt').write_text("Odd.")
     result = await ragcache("ingest", tmp_path)
     assert result.exit_code == 1, result.output
-    assert result.stdout == "5 written, 0 unchanged, 2 skipped in collection 'default'\n"
-    assert f"skipped {tmp_path}/secret.pdf: file: is an encrypted PDF" in result.stderr
-    assert f"skipped {tmp_path}/more.jsonl:2: text: is missing; add it" in result.stderr
+    assert result.stdout == "5 written, 0 unchanged, 2 failed, 0 skipped in collection 'default'\n"
+    assert f"failed {tmp_path}/secret.pdf: file: is an encrypted PDF" in result.stderr
+    assert f"failed {tmp_path}/more.jsonl:2: text: is missing; add it" in result.stderr
     stored = platform.retriever.documents
     assert sorted(stored) == ["a", "guides/billing.html", 'odd "ä".txt', 'q"ä', "report.pdf"]
     assert stored["report.pdf"].title == "Report"
     assert json.loads(stored["a"].metadata) == {"team": "core"}
     again = await ragcache("ingest", tmp_path)
-    assert again.stdout == "0 written, 5 unchanged, 2 skipped in collection 'default'\n"
+    assert again.stdout == "0 written, 5 unchanged, 2 failed, 0 skipped in collection 'default'\n"
 
 
 async def test_what_was_not_read_is_printed(platform: World, tmp_path: Path) -> None:

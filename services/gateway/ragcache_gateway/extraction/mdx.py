@@ -17,6 +17,7 @@ _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})(.*)")
 _IMPORT = re.compile(r"import\s+(?:[\w*{$]|[\"'])")
 _IMPORT_END = re.compile(r"[\"'][^\"']*[\"']\s*(?:with\s*\{.*\})?;?\s*$")
 _MAX_IMPORT_LINES: Final = 50
+_MAX_EXPORT_LINES: Final = 300
 _EXPORT = re.compile(r"export\s+(?:const|let|var|function|default|async|class|\{|\*)")
 _TOKEN = re.compile(
     r"""(?P<kept>[^\\`<{]+|\\.?)
@@ -74,7 +75,7 @@ _VOID: Final = frozenset(
     {"area", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 )
 _CLOSING: Final = {"{": "}", "(": ")", "[": "]"}
-_MAX_EXPRESSION_CHARS: Final = 20_000
+_MAX_EXPRESSION_CHARS: Final = 10_000
 
 
 def read_mdx(content: bytes) -> ExtractedText:
@@ -154,7 +155,7 @@ def _end_of_import(lines: list[str], first: int) -> int:
 
 
 def _end_of_export(lines: list[str], first: int) -> int:
-    text = "\n".join(lines[first:])
+    text = "\n".join(lines[first : first + _MAX_EXPORT_LINES])
     end = _end_of_statement(text)
     return first + text.count("\n", 0, end) + 1
 
@@ -171,9 +172,9 @@ def _end_of_statement(text: str) -> int:
             waiting.append(_CLOSING[text[i]])
         elif waiting and text[i] == waiting[-1]:
             waiting.pop()
-        elif text[i] == "\n" and not waiting and last not in ("=", ">", ","):
+        elif text[i] == "\n" and not waiting and not last.endswith(("=", "=>", ",")):
             return i
-        last = last if text[i].isspace() else text[i]
+        last = last if text[i].isspace() else last[-1:] + text[i]
         i += 1
     return text.find("\n") if waiting and "\n" in text else len(text)
 
@@ -193,9 +194,10 @@ def _end_of_string(text: str, start: int) -> int | None:
 def _end_of_braces(text: str, start: int) -> int | None:
     """Return the end of an expression in braces, or None if they are not closed."""
     depth, i = 0, start
-    while i < min(len(text), start + _MAX_EXPRESSION_CHARS):
-        if (end := _end_of_string(text, i)) is not None:
-            i = end
+    end = text.rfind("}", start, start + _MAX_EXPRESSION_CHARS) + 1
+    while i < end:
+        if (after := _end_of_string(text, i)) is not None:
+            i = after
             continue
         depth += (text[i] == "{") - (text[i] == "}")
         i += 1

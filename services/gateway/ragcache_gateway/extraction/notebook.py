@@ -23,7 +23,7 @@ def read_notebook(content: bytes) -> ExtractedText:
         notebook = json.loads(text)
         reader = _Reader(_language(notebook))
         blocks = [block for cell in _cells(notebook) for block in reader.blocks(cell)]
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise UnreadableDocument(*_DAMAGED) from error
     found = cleaned("\n\n".join(blocks))
     if not found:
