@@ -124,7 +124,7 @@ def test_comments_are_left_out(text: str, shown: str) -> None:
         "text <!-- open\n\nnext -->",
     ],
 )
-def test_what_looks_like_a_comment_in_code_stays(text: str) -> None:
+def test_marks_of_comments_in_code_stay(text: str) -> None:
     assert read_text(text).text == text
 
 
