@@ -118,8 +118,10 @@ BAD_SPECS = {
         "engines": [{"kvmemory": "1Gi"}]
     },
     "spec.gateway.zebra: unknown field; the fields here are port, adminPort, auth, replicas, "
-    "autoscaling, resources, limits, order, maxDisplacement, speculation, rewrite, "
-    "console, allowedHosts, allowedOrigins, ingress, httpRoute": {"gateway": {"zebra": True}},
+    "autoscaling, resources, limits, order, maxDisplacement, layout, speculation, "
+    "rewrite, console, allowedHosts, allowedOrigins, ingress, httpRoute": {
+        "gateway": {"zebra": True}
+    },
     "spec.gateway.autoscaling.maxReplica: unknown field; did you mean maxReplicas?": {
         "gateway": {"autoscaling": {"maxReplicas": 2, "maxReplica": 2}}
     },
