@@ -88,6 +88,7 @@ def collection_of_config_map(book: Handbook) -> list[dict[str, Any]]:
             "spec": {
                 "cacheRef": {"name": NAME},
                 "sync": {"interval": "1h"},
+                "labels": False,  # the model's training had none
                 "sources": [{"configMap": {"name": COLLECTION}}],
             },
         },

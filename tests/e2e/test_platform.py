@@ -139,6 +139,8 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     try:
         manifest_path = str(folder / "ragcache.yaml")
         platform.ragcache("up", "-f", manifest_path, "--data", data, "--detach")
+        # The model's training had no labels.
+        platform.ragcache("collection", "patch", "default", "--no-labels")
         said = platform.ragcache("ingest", str(pages))
         assert f"{DOCUMENTS} written, 0 unchanged, 0 failed, 0 skipped" in said
         yield platform

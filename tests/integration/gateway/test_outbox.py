@@ -28,6 +28,7 @@ from ragcache_core.identity.keys import (
 from ragcache_core.identity.variant import Origin
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.prompts.passages import passage_text
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
 from ragcache_kv.model.folder import load_model_folder
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
@@ -112,7 +113,7 @@ class Platform:
             stages = [one async for one in client.search("default", "part number", 1000)]
         finally:
             await client.close()
-        texts = {hit.chunk.ordinal: hit.chunk.text for hit in stages[-1].hits}
+        texts = {hit.chunk.ordinal: passage_text(hit.chunk) for hit in stages[-1].hits}
         prompts = PromptBuilder(
             load_tokenizer(self.model), max_model_len=1024, default_max_tokens=16, cache_bytes=1024
         )

@@ -26,7 +26,7 @@ from ragcache_core.documents.passages import MAX_LABEL_BYTES, document_name, pas
         ("Pump P4", ("Notes", "Notes"), "None.", "[Pump P4 > Notes]\n"),
         # A heading further down does not begin the chunk
         ("Pump P4", ("Oil",), "As before.\n\n## Oil\nEvery year.", "[Pump P4 > Oil]\n"),
-        # One line, whatever the title holds
+        # One line for any title
         ("Pump\r\nP4\u2028 now", ("O\til",), "x", "[Pump P4 now > O il]\n"),
     ],
 )

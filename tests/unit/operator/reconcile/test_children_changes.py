@@ -72,6 +72,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "gateway.resources.memoryLimit": ("2Gi", GATEWAY, ""),
     "gateway.order": ("cached", GATEWAY, ""),
     "gateway.maxDisplacement": (3, GATEWAY, ""),
+    "gateway.layout": ("documents-first", GATEWAY, ""),
     "gateway.rewrite": ("model", GATEWAY, ""),
     "gateway.speculation": ("auto", GATEWAY, ""),
     "gateway.console": ("off", GATEWAY, ""),

@@ -118,7 +118,7 @@ BAD_SPECS = {
         "engines": [{"kvmemory": "1Gi"}]
     },
     "spec.gateway.zebra: unknown field; the fields here are port, adminPort, auth, replicas, "
-    "autoscaling, resources, limits, order, maxDisplacement, speculation, rewrite, "
+    "autoscaling, resources, limits, order, maxDisplacement, layout, speculation, rewrite, "
     "console, allowedHosts, allowedOrigins, ingress, httpRoute, service, podTemplate": {
         "gateway": {"zebra": True}
     },
