@@ -150,7 +150,7 @@ STREAMS = [
 async def test_the_end_of_the_grace_cuts_streams_with_an_error_event(tiny_model: Path) -> None:
     async with (
         world(tiny_model) as fakes,
-        running(fakes, 1) as (process, _, client),
+        running(fakes, 2) as (process, _, client),
         AsyncExitStack() as stack,
     ):
         fakes.engine.pause = asyncio.Event()
