@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -139,7 +140,7 @@ async def test_a_stop_lets_answers_in_flight_end_within_the_grace(tiny_model: Pa
 
 
 MESSAGES = [{"role": "user", "content": "Where?"}]
-STREAMS = [
+STREAMS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": MESSAGES}),
     ("/v1/completions", {"prompt": "Where?"}),
     ("/v1/completions", {"prompt": "Where?", "ragcache": {}}),
@@ -150,7 +151,7 @@ STREAMS = [
 async def test_the_end_of_the_grace_cuts_streams_with_an_error_event(tiny_model: Path) -> None:
     async with (
         world(tiny_model) as fakes,
-        running(fakes, 1) as (process, _, client),
+        running(fakes, 2) as (process, _, client),
         AsyncExitStack() as stack,
     ):
         fakes.engine.pause = asyncio.Event()

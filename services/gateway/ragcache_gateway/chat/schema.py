@@ -160,7 +160,9 @@ class ChatMessage(BaseModel):
         found = read_content(self.content, f"{path}.content")
         if self.refusal and self.role == "assistant" and not found.text:
             found = replace(found, text=self.refusal, is_plain=False)
-        self._read = found
+        # An engine takes null from the model alone, beside its tool calls.
+        is_empty = self.content is None and self.role != "assistant"
+        self._read = replace(found, is_plain=False) if is_empty else found
 
     @property
     def body(self) -> MessageText:

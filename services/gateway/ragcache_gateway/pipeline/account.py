@@ -238,7 +238,7 @@ async def account(services: ChatServices, answer: Answer) -> AnswerAccount:
         timing_ms=answer_timing(search, planned.tokenize_s, first_token_s, total_s, record),
         cache=answer_cache_use(record),
         quality=answer.quality,
-        inline_citations=answer.inline and answer.inline.citations(),
+        inline_citations=answer.inline.citations() if answer.inline else None,
         explanation=explain(answered) if is_explained else None,
     )
     result = AnswerAccount(answer_usage(usage, record), extension)
