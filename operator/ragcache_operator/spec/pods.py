@@ -169,8 +169,8 @@ class KeyReference(ManifestModel):
     """Key in its data that holds the value."""
 
 
-class ValueSource(ManifestModel):
-    """ValueSource names where a value is. Exactly one of its fields must be set."""
+class EnvSourceSpec(ManifestModel):
+    """EnvSourceSpec names where a value is. Exactly one of its fields must be set."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
 
@@ -191,7 +191,7 @@ class EnvVarSpec(ManifestModel):
     """Name of the variable. Those that begin with RAGCACHE_ are set by other fields."""
     value: Annotated[str, Field(max_length=32768)] | None = None
     """Value of the variable."""
-    value_from: ValueSource | None = None
+    value_from: EnvSourceSpec | None = None
     """Where the value is, in place of value."""
 
 
