@@ -12,10 +12,10 @@ from ragcache_operator.spec.cluster import (
 from ragcache_operator.spec.collection import SourceSpec, SyncSpec
 from ragcache_operator.spec.engine_arguments import ENGINE_ARGUMENT_RULES
 from ragcache_operator.spec.pods import (
+    EnvSourceSpec,
     EnvVarSpec,
     PodTemplateSpec,
     TolerationSpec,
-    EnvSourceSpec,
 )
 from ragcache_operator.spec.ragcache import (
     BUNDLED_MODELS,
