@@ -115,8 +115,8 @@ class SecurityContextSpec(ManifestModel):
 
 
 class PodTemplateSpec(ManifestModel):
-    """PodTemplateSpec adds to the pods that the operator makes. Pods always meet the Pod Security
-    Standard restricted, whatever it says."""
+    """PodTemplateSpec adds to the pods that the operator makes. With every value of it, they meet
+    the Pod Security Standard restricted."""
 
     labels: Annotated[
         Mapping[Annotated[LabelKey, AfterValidator(_not_ours)], LabelValue],
