@@ -12,10 +12,10 @@ from ragcache_operator.spec.cluster import (
 from ragcache_operator.spec.collection import SourceSpec, SyncSpec
 from ragcache_operator.spec.engine_arguments import ENGINE_ARGUMENT_RULES
 from ragcache_operator.spec.pods import (
+    EnvSourceSpec,
     EnvVarSpec,
     PodTemplateSpec,
     TolerationSpec,
-    ValueSource,
 )
 from ragcache_operator.spec.ragcache import (
     BUNDLED_MODELS,
@@ -83,7 +83,7 @@ def _variables_differ(spec: RagCacheSpec) -> Violation | None:
     return _first_duplicate([variable.name for variable in spec.env], "name")
 
 
-def _is_one_value_source(source: ValueSource) -> Violation | None:
+def _is_one_value_source(source: EnvSourceSpec) -> Violation | None:
     if (source.secret_key_ref is None) != (source.config_map_key_ref is None):
         return None
     return Violation("does not name one source", "set secretKeyRef or configMapKeyRef")
@@ -330,7 +330,7 @@ CONSISTENCY: tuple[Rule, ...] = (
     Rule(RagCacheSpec, "engines", _engine_names_differ, ENFORCED_BY_SCHEMA),
     Rule(PodTemplateSpec, "imagePullSecrets", _pull_secrets_differ, ENFORCED_BY_SCHEMA),
     Rule(RagCacheSpec, "env", _variables_differ, ENFORCED_BY_SCHEMA),
-    Rule(ValueSource, "", _is_one_value_source, ENFORCED_BY_SCHEMA),
+    Rule(EnvSourceSpec, "", _is_one_value_source, ENFORCED_BY_SCHEMA),
     cel_rule(
         EnvVarSpec,
         "name",

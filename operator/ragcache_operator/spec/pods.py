@@ -115,8 +115,8 @@ class SecurityContextSpec(ManifestModel):
 
 
 class PodTemplateSpec(ManifestModel):
-    """PodTemplateSpec adds to the pods that the operator makes. Pods always meet the Pod Security
-    Standard restricted, whatever it says."""
+    """PodTemplateSpec adds to the pods that the operator makes. With every value of it, they meet
+    the Pod Security Standard restricted."""
 
     labels: Annotated[
         Mapping[Annotated[LabelKey, AfterValidator(_not_ours)], LabelValue],
@@ -169,8 +169,8 @@ class KeyReference(ManifestModel):
     """Key in its data that holds the value."""
 
 
-class ValueSource(ManifestModel):
-    """ValueSource names where a value is. Exactly one of its fields must be set."""
+class EnvSourceSpec(ManifestModel):
+    """EnvSourceSpec names where a value is. Exactly one of its fields must be set."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
 
@@ -191,7 +191,7 @@ class EnvVarSpec(ManifestModel):
     """Name of the variable. Those that begin with RAGCACHE_ are set by other fields."""
     value: Annotated[str, Field(max_length=32768)] | None = None
     """Value of the variable."""
-    value_from: ValueSource | None = None
+    value_from: EnvSourceSpec | None = None
     """Where the value is, in place of value."""
 
 

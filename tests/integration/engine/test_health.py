@@ -66,6 +66,8 @@ def test_health_fails_while_no_step_ends(tiny_model: Path, tmp_path: Path) -> No
         ask()
         time.sleep(HANG_S + 1)
         assert health() == 200, "the engine is idle"
+        processor = httpx.get(f"{engine.url}/ragcache/processor", timeout=60).json()
+        assert processor["number_type"] == "bfloat16", "as vLLM has resolved it"
         worker = worker_of(engine.service.pid)
         os.kill(worker, signal.SIGSTOP)
         try:

@@ -47,8 +47,15 @@ async def make_bound_claim(it: Operator, name: str, workload: str, *, grows: boo
     }
     made = await it.admin.create(CLAIMS, claim)
     await set_capacity(it, made, "10Gi")
-    await it.until_seen(lambda: (it.children.get(made) or {}).get("status", {}).get("capacity"))
+    await it.until_seen(lambda: capacity_of(it, made) == "10Gi")
     return made
+
+
+def capacity_of(it: Operator, claim: Object) -> str | None:
+    """Return the capacity of a claim as the operator has seen it."""
+    status = (it.children.get(claim) or {}).get("status", {})
+    found: str | None = status.get("capacity", {}).get("storage")
+    return found
 
 
 async def set_capacity(it: Operator, claim: Object, size: str) -> None:
@@ -102,9 +109,7 @@ async def test_a_larger_size_grows_the_claim_and_replaces_the_stateful_set(
         assert condition is not None
         assert (condition["status"], condition["reason"]) == ("False", "Expanding")
         await set_capacity(it, claim, "20Gi")
-        await it.until_seen(
-            lambda: (it.children.get(claim) or {})["status"]["capacity"]["storage"] == "20Gi"
-        )
+        await it.until_seen(lambda: capacity_of(it, claim) == "20Gi")
         assert await it.reconcile("grows", state) == ["patch ragcaches 200"]
         condition = await condition_of(it, "grows")
         assert condition is not None
