@@ -8,6 +8,8 @@ A term is one of these:
 - An identifier, with an equals sign at its end: an address, a date, a version, an option, a path, a
   part number. It is the parts with what joins them, so their order counts. Its words are terms,
   too, but no stemmer changes the identifier itself.
+- A word with the short number or the capital letter after it, such as "hall#a" of "hall A". There
+  are other halls and other letters nearby.
 
 Source of pairs: Lee and Ahn, Using n-grams for Korean text retrieval (SIGIR 1996).
 """
@@ -67,11 +69,12 @@ _SPECIAL = re.compile(
 )
 _CODE = re.compile(r"\d{5,}|(?=.*\d)(?=.*[^\W\d]).*")
 """A word that is an identifier: it has letters and digits, or more digits than a year."""
+_NUMBERED = re.compile(r"([^\W\d_]{3,}) +([A-HJ-Z]|\d{1,4})(?![^\W_]|[-.,:/'+#]+[^\W_]|[+#])")
 _OPENING, _CLOSING = "([{<\"'`*", ")]}>\"'`*.,;:!?"
 
 
 def terms_of(text: str) -> list[str]:
-    """Return the terms of a text or a question, in its order, with repeats."""
+    """Return the terms of a text or a question, with repeats."""
     terms: list[str] = []
     for token in _DATE_AND_TIME.sub(" ", folded(text)).split():
         if token.isascii() and len(token) <= _MAX_KEPT_CHARACTERS:
@@ -79,6 +82,8 @@ def terms_of(text: str) -> list[str]:
         else:
             for i, run in enumerate(_UNSPACED.split(token)):
                 terms += _unspaced_terms(run) if i % 2 else _spaced_terms(run)
+    for word, number in _NUMBERED.findall(text):
+        terms.append(f"{folded(word)[:MAX_TERM_CHARACTERS]}#{number.lower()}")
     return terms
 
 

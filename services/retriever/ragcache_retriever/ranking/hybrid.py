@@ -185,7 +185,7 @@ class _HybridSearch:
     def _find_terms(self, num_hits: int) -> list[LexicalHit]:
         """Return the hits of the lexical leg. Any thread may call it.
 
-        If the last hit is as good as others after it, they are hits, too, up to MAX_LEG_HITS.
+        If the last hit is as good as others after it, some of them are hits, too.
         """
         find = functools.partial(
             self._chunks.store.lexical.hits,
@@ -198,7 +198,7 @@ class _HybridSearch:
         if len(found) <= num_hits or _rank_key(found[-1]) > _rank_key(found[-2]):
             return found[:num_hits]
         last = _rank_key(found[-1])
-        return [hit for hit in find(MAX_LEG_HITS) if _rank_key(hit) <= last]
+        return [hit for hit in find(_LEG_GROWTH * num_hits) if _rank_key(hit) <= last]
 
     def _has_words(self, timeout_s: float) -> bool:
         """Wait for the lexical leg, and return whether it has ended or does not run."""

@@ -193,17 +193,13 @@ def test_one_clause_of_two_documents_is_found_once_if_they_have_one_name(
 def test_equal_scores_are_in_the_order_of_the_documents(
     ranking: HybridRanking, store: DocumentStore
 ) -> None:
-    texts = [f"lease of hall {name}" for name in "cabd"]
-    pages = ranked_collection(store, texts, [ALONG] * len(texts))
-    question = "lease of a hall"
-    *_, first = pages.search(ranking, question, ALONG)
-    for name in ("d2", "d0"):  # They get new rows, behind those of the others.
-        text = texts[int(name[1])]
-        put(store, name, [text])
-    *_, again = pages.search(ranking, question)
-    positions = store.reads.positions([one.row for one in again.hits])
-    assert pages.indexes(first) == [0, 1, 2, 3]
-    assert [positions[one.row][0] for one in again.hits] == ["d0", "d1", "d2", "d3"]
+    generation = add_collection(store, "c")
+    for name in "cabd":
+        put(store, name, [f"lease of hall {name}", "no"], title="Lease")
+    chunks = SearchedChunks(store, generation, None, lexical_weight=1.0)
+    *_, final = ranking.stages(Search("c", "lease of a hall", 4), chunks)
+    positions = store.reads.positions([one.row for one in final.hits])
+    assert [positions[one.row] for one in final.hits] == [(name, 0) for name in "abcd"]
 
 
 def test_chunks_with_the_identifier_come_first(
@@ -228,11 +224,14 @@ def test_chunks_with_the_identifier_come_first(
 def test_the_lexical_leg_does_not_cut_between_equal_hits(
     ranking: HybridRanking, store: DocumentStore
 ) -> None:
-    texts = [f"lease of hall x{i:03}" for i in range(LEG_HITS + 30)]
-    vectors = [unit(1, i / 1000, 0, 0) for i in range(len(texts))]
+    num_leases = LEG_HITS + 30
+    texts = [f"lease of hall x{i:03}" for i in range(num_leases)] + ["bread"] * (num_leases + 1)
+    angles = [i / num_leases for i in range(num_leases)]
+    vectors = [unit(np.cos(angle), np.sin(angle), 0, 0) for angle in angles]
+    vectors += [unit(0, 0, 1, 0)] * (num_leases + 1)
     pages = ranked_collection(store, texts, vectors)
-    *_, final = pages.search(ranking, "lease", vectors[-1], top_k=3)
-    assert pages.indexes(final) == [len(texts) - 1, len(texts) - 2, len(texts) - 3]
+    *_, final = pages.search(ranking, "lease", vectors[num_leases - 1], top_k=3)
+    assert pages.indexes(final) == [num_leases - 1, num_leases - 2, num_leases - 3]
 
 
 def test_diversity_takes_another_topic(ranking: HybridRanking, store: DocumentStore) -> None:
