@@ -833,18 +833,19 @@ class World:
 
     async def metric(self, name: str) -> float:
         """Return the value of a series of the gateway's metrics; 0 if there is none."""
-        return (await self._metrics(name)).get(name, 0.0)
+        return (await self.metrics(name)).get(name, 0.0)
 
     async def until_metric(self, name: str, value: float) -> None:
         """Wait until every series whose name begins so has a value."""
 
         async def has_value() -> bool:
-            found = await self._metrics(name)
+            found = await self.metrics(name)
             return bool(found) and set(found.values()) == {value}
 
         await until(has_value, f"{name} {value}")
 
-    async def _metrics(self, beginning: str) -> dict[str, float]:
+    async def metrics(self, beginning: str) -> dict[str, float]:
+        """Return the series whose names begin so, without the prefix of the gateway."""
         text = (await self.client.get("/metrics")).text
         prefix = "ragcache_gateway_"
         lines = [one for one in text.splitlines() if one.startswith(prefix + beginning)]

@@ -39,14 +39,19 @@ async def gateway(tiny_model: Path) -> AsyncGenerator[World, None]:
         yield running
 
 
+async def num_trials(gateway: World) -> float:
+    """Return how many trials have ended."""
+    return sum((await gateway.metrics("blend_trials_total")).values())
+
+
 async def tried(gateway: World, questions: int = 1) -> list[dict[str, Any]]:
     """Ask questions, wait for their trials, and return those of the last one."""
     for number in range(questions):
-        before = len(gateway.engine.requests)
+        ended = await num_trials(gateway) + REPLAYS - 1
         assert (await gateway.ask(f"Question {number}?")).status_code == 200
 
-        def is_tried(count: int = before + 1 + REPLAYS) -> bool:
-            return len(gateway.engine.requests) == count
+        async def is_tried(ended: float = ended) -> bool:
+            return await num_trials(gateway) == ended
 
         await until(is_tried)
     return gateway.engine.requests[-REPLAYS:]
@@ -143,7 +148,7 @@ async def test_questions_are_reused_exactly_if_no_alpha_reaches_the_target(gatew
     # The KV of one is not stored, so that a trial can blend it; here no chunk is blended.
     assert [plan.trial for plan in (*exact, left)] == [False] * (RETRY_EVERY - 1) + [True]
     assert (full.trial, blend.trial, blend.blends) == (True, True, True)
-    assert await gateway.metric('blend_trials_total{outcome="unblended"}') == 1
+    await gateway.until_metric('blend_trials_total{outcome="unblended"}', 1)
 
 
 async def test_questions_that_are_not_blended_are_not_asked_again(gateway: World) -> None:

@@ -28,7 +28,7 @@ _HEADER_SHARE: Final = 0.6
 """Share of a table's columns that its header row fills. Rows above it with fewer are no header."""
 
 
-class Cell(NamedTuple):
+class SheetCell(NamedTuple):
     """What a cell shows. ``is_copy`` of cells that are merged with an earlier one."""
 
     text: str = ""
@@ -36,8 +36,8 @@ class Cell(NamedTuple):
     is_copy: bool = False
 
 
-_EMPTY: Final = Cell()
-Row = list[Cell]
+_EMPTY: Final = SheetCell()
+Row = list[SheetCell]
 
 
 @dataclass(slots=True)
@@ -169,13 +169,13 @@ def _fill(rows: list[Row], merges: Iterable[tuple[int, int, int, int]]) -> None:
                     row[j] = copy
 
 
-def _cell(cell: Any) -> Cell:
+def _cell(cell: Any) -> SheetCell:
     value = cell.value
     if value is None:
         return _EMPTY
     # The format of a cell takes longer to find than its value.
     is_text = isinstance(value, str)
-    return Cell(shown(value, "" if is_text else cell.number_format), is_text)
+    return SheetCell(shown(value, "" if is_text else cell.number_format), is_text)
 
 
 def shown(value: object, number_format: str) -> str:
@@ -289,7 +289,9 @@ def _table(body: list[Row]) -> Table:
 def _joined(groups: Row, names: Row) -> Row:
     """Return one header row for two, the upper of which names groups of columns."""
     pairs = itertools.zip_longest(groups, names, fillvalue=_EMPTY)
-    return [Cell(" ".join(dict.fromkeys(one.text for one in pair if one.text))) for pair in pairs]
+    return [
+        SheetCell(" ".join(dict.fromkeys(one.text for one in pair if one.text))) for pair in pairs
+    ]
 
 
 def _table_text(table: Table) -> str:
