@@ -206,7 +206,8 @@ class _BlockWriter:
             if element is self._heading:
                 self._end_heading(element)
         elif tag in _BLOCKS:
-            self.flush(_BlockKind.TERM if tag in _TERMS else _BlockKind.PARAGRAPH)
+            is_term = tag in _TERMS or "admonition-title" in element.get("class", "")
+            self.flush(_BlockKind.TERM if is_term else _BlockKind.PARAGRAPH)
             if tag in ("ul", "ol"):
                 self._counts.pop()
             elif tag in ("li", "dd", "blockquote"):

@@ -71,6 +71,11 @@ def test_terms_stay_beside_what_they_mean() -> None:
     assert text_of(page) == "Stroke\n: Way of the ram.\n\nIn mm.\n\nDie\n: A tool."
 
 
+def test_the_title_of_an_admonition_stays_beside_its_text() -> None:
+    page = '<div><p class="admonition-title">Warning</p><p>Hot oil.</p></div>'
+    assert text_of(page) == "Warning\nHot oil."
+
+
 def test_lists_are_nested_and_numbered_from_their_start() -> None:
     page = """<ol start=3><li><p>Open</p><p>Wait.</p></li><li>Close<ul><li>left</li>
         <li>right</li></ul></li></ol><blockquote><p>Never<br>alone.</p></blockquote>"""
