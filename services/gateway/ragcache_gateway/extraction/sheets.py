@@ -28,7 +28,7 @@ _HEADER_SHARE: Final = 0.6
 """Share of a table's columns that its header row fills. Rows above it with fewer are no header."""
 
 
-class Cell(NamedTuple):
+class SheetCell(NamedTuple):
     """What a cell shows. ``is_copy`` of cells that are merged with an earlier one."""
 
     text: str = ""
@@ -36,12 +36,12 @@ class Cell(NamedTuple):
     is_copy: bool = False
 
 
-_EMPTY: Final = Cell()
-Row = list[Cell]
+_EMPTY: Final = SheetCell()
+Row = list[SheetCell]
 
 
 @dataclass(slots=True)
-class Table:
+class SheetTable:
     """Rows below a header. ``columns`` are the indexes of the columns that have text."""
 
     header: Row
@@ -169,13 +169,13 @@ def _fill(rows: list[Row], merges: Iterable[tuple[int, int, int, int]]) -> None:
                     row[j] = copy
 
 
-def _cell(cell: Any) -> Cell:
+def _cell(cell: Any) -> SheetCell:
     value = cell.value
     if value is None:
         return _EMPTY
     # The format of a cell takes longer to find than its value.
     is_text = isinstance(value, str)
-    return Cell(shown(value, "" if is_text else cell.number_format), is_text)
+    return SheetCell(shown(value, "" if is_text else cell.number_format), is_text)
 
 
 def shown(value: object, number_format: str) -> str:
@@ -207,7 +207,7 @@ def _number(value: float, number_format: str) -> str:
 
 def markdown_of(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the paragraphs and tables of a sheet. Rows and columns without text are left out."""
-    table: Table | None = None
+    table: SheetTable | None = None
     for is_empty, group in itertools.groupby(rows, key=_is_empty):
         if is_empty:
             continue
@@ -268,7 +268,7 @@ def _columns(body: Iterable[Row]) -> list[int]:
     return sorted({i for row in body for i, cell in enumerate(row) if cell.text})
 
 
-def _continues(table: Table, body: Sequence[Row]) -> bool:
+def _continues(table: SheetTable, body: Sequence[Row]) -> bool:
     """Whether rows after an empty one belong to the table before it."""
     has_header = all(cell.is_text for cell in body[0]) and any(
         not cell.is_text for row in body[1:] for cell in row
@@ -276,23 +276,25 @@ def _continues(table: Table, body: Sequence[Row]) -> bool:
     return not has_header and set(_columns(body)) <= set(table.columns)
 
 
-def _table(body: list[Row]) -> Table:
+def _table(body: list[Row]) -> SheetTable:
     header, rows = body[0], body[1:]
     has_groups = any(
         cell.is_copy and cell.text == before.text for before, cell in itertools.pairwise(header)
     )
     if has_groups and rows and all(cell.is_text for cell in rows[0]):
         header, rows = _joined(header, rows[0]), rows[1:]
-    return Table(header, _columns(body), rows)
+    return SheetTable(header, _columns(body), rows)
 
 
 def _joined(groups: Row, names: Row) -> Row:
     """Return one header row for two, the upper of which names groups of columns."""
     pairs = itertools.zip_longest(groups, names, fillvalue=_EMPTY)
-    return [Cell(" ".join(dict.fromkeys(one.text for one in pair if one.text))) for pair in pairs]
+    return [
+        SheetCell(" ".join(dict.fromkeys(one.text for one in pair if one.text))) for pair in pairs
+    ]
 
 
-def _table_text(table: Table) -> str:
+def _table_text(table: SheetTable) -> str:
     rule = ["---"] * len(table.columns)
     rows = [_selected(row, table.columns) for row in (table.header, *table.rows)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
