@@ -185,7 +185,7 @@ def test_the_limits_end_before_the_deadline_of_the_caller() -> None:
 async def test_an_impossible_number_of_token_ids_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_bytes: int
 ) -> None:
-    reply = f"echo '[\"text\", [], {num_bytes}]'"
+    reply = f"echo '[\"text\", [], [0, 0], {num_bytes}]'"
     run_as_worker(monkeypatch, tmp_path, f"read tokenizer; echo; read document; {reply}; cat")
     splitter = DocumentSplitter(ServingTokenizer("of one line", "identity"))
     with pytest.raises(ValueError, match="cannot have"):
