@@ -77,9 +77,26 @@ def decode_plain(content: bytes) -> str | None:
 
 def read_plain(content: bytes, kind: DocumentFormat) -> ExtractedText:
     """Read text of an unknown encoding. Raises UnreadableDocument if it is no text."""
-    text, encoding = decode_guessed(content)
-    said = f"the encoding is taken to be {encoding}; name it with encoding if characters are wrong"
-    return ExtractedText(text, kind is DocumentFormat.MARKDOWN, warnings=(said,))
+    text, warnings = decoded(content)
+    return ExtractedText(text, kind is DocumentFormat.MARKDOWN, warnings=warnings)
+
+
+def decoded(content: bytes) -> tuple[str, tuple[str, ...]]:
+    """Decode a text file, with one kind of line break.
+
+    Returns:
+        The text, and a warning if its encoding was assumed.
+
+    Raises:
+        UnreadableDocument: It is no text, or empty.
+    """
+    warnings: tuple[str, ...] = ()
+    text = decode_plain(content)
+    if text is None:
+        text, encoding = decode_guessed(content)
+        said = f"the encoding is taken to be {encoding}; name it with encoding if it is another one"
+        warnings = (said,)
+    return text.replace("\r\n", "\n").replace("\r", "\n"), warnings
 
 
 def decode_guessed(content: bytes) -> tuple[str, str]:
