@@ -17,7 +17,7 @@ DRAWING = "\n".join(f"{x} 100 m {x} 700 l S" for x in range(50, 550, 5))
 
 
 @dataclass(frozen=True)
-class Field:
+class PdfField:
     """A widget of a form and its area: left, bottom, right, top. ``more`` are entries of it."""
 
     area: tuple[float, float, float, float]
@@ -25,11 +25,11 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Page:
+class PdfPage:
     """A page of 600 by 800 points."""
 
     content: str
-    fields: Sequence[Field] = ()
+    fields: Sequence[PdfField] = ()
 
 
 def shown(text: str, x: float = 72, y: float = 700, *, size: float = 11, font: str = "F") -> str:
@@ -54,7 +54,7 @@ def private_font(first: str = "E020") -> tuple[str, str]:
     return font, f"<< /Length {len(mapping)} >>\nstream\n{mapping}\nendstream"
 
 
-def pdf_file(pages: Sequence[Page], *, private: str = "E020") -> bytes:
+def pdf_file(pages: Sequence[PdfPage], *, private: str = "E020") -> bytes:
     """Make a PDF. Font F is Helvetica, P has private characters, G has no mapping to characters.
 
     Args:

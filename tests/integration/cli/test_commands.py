@@ -260,6 +260,7 @@ def test_ingest_can_print_json(gateway: FakeGateway, handbook: Path) -> None:
         "skipped": 2,
         "skipped_by_reason": {"other_kind": 1, "hidden": 1},
         "chunks": 6,
+        "warnings": 0,
     }
     by_id = {line.pop("id"): line for line in lines}
     assert by_id["billing.md"] == {"state": "done", "changed": True, "chunks": 2}

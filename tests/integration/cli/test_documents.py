@@ -15,7 +15,7 @@ from ragcache_cli.local.state_file import PlatformRecord, write_record
 from ragcache_cli.main import app
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.kit.gateway import World
-from tests.kit.pdf_file import SCAN, Page, lines, pdf_file
+from tests.kit.pdf_file import SCAN, PdfPage, lines, pdf_file
 from tests.kit.sources import HTML, pdf
 
 
@@ -55,7 +55,7 @@ async def test_files_of_all_kinds_are_ingested(platform: World, tmp_path: Path) 
 
 
 async def test_what_was_not_read_is_printed(platform: World, tmp_path: Path) -> None:
-    (tmp_path / "a.pdf").write_bytes(pdf_file([Page(lines("Page one.")), Page(SCAN)]))
+    (tmp_path / "a.pdf").write_bytes(pdf_file([PdfPage(lines("Page one.")), PdfPage(SCAN)]))
     result = await ragcache("ingest", tmp_path / "a.pdf")
     assert result.exit_code == 0, result.output
     assert "warning a.pdf: not read, since without text: page 2 (images)" in result.stderr

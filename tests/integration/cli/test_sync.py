@@ -24,8 +24,7 @@ from ragcache_operator.spec.manifest import parse_collection
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.service import RetrieverService
 from tests.kit.gateway import CONFIG, World
-from tests.kit.pdf_file import SCAN, lines, pdf_file
-from tests.kit.pdf_file import Page as PdfPage
+from tests.kit.pdf_file import SCAN, PdfPage, lines, pdf_file
 from tests.kit.retriever import make_knowledge_base, tokenizer_of
 from tests.kit.sources import HTML, Page, Repository, Web, pdf, serving_web, tar_gz
 

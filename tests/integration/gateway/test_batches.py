@@ -11,7 +11,7 @@ import httpx
 
 from ragcache_gateway.http.batch import CONCURRENCY
 from tests.kit.gateway import World
-from tests.kit.pdf_file import SCAN, Page, lines, pdf_file
+from tests.kit.pdf_file import SCAN, PdfPage, lines, pdf_file
 from tests.kit.sources import HTML, pdf
 from tests.kit.wait import until
 
@@ -72,7 +72,7 @@ async def test_each_document_of_a_form_has_events(gateway: World) -> None:
 
 
 async def test_what_was_not_read_is_in_the_event(gateway: World) -> None:
-    content = pdf_file([Page(lines("Page one.")), Page(SCAN)])
+    content = pdf_file([PdfPage(lines("Page one.")), PdfPage(SCAN)])
     files = [("file", ("a.pdf", content)), ("file", ("b.txt", b"\xef\xbb\xbfText."))]
     documents, _ = events_of(await gateway.client.post(PATH, files=files))
     done = {one["id"]: one for one in documents if one["state"] == "done"}

@@ -14,7 +14,7 @@ import pytest
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_kv.model.folder import load_model_folder
 from tests.kit.gateway import World, world
-from tests.kit.pdf_file import SCAN, Page, lines, pdf_file
+from tests.kit.pdf_file import SCAN, PdfPage, lines, pdf_file
 
 MIB = 1 << 20
 
@@ -124,7 +124,7 @@ async def test_a_file_is_written_from_a_form(gateway: World) -> None:
 
 
 async def test_what_was_not_read_is_in_the_answer_and_in_the_metadata(gateway: World) -> None:
-    content = pdf_file([Page(lines("Page one.")), Page(SCAN)])
+    content = pdf_file([PdfPage(lines("Page one.")), PdfPage(SCAN)])
     form: dict[str, Any] = {"files": {"file": ("a.pdf", content)}, "data": {"metadata": "{}"}}
     for changed in (True, False):
         written = (await gateway.client.post("/v1/documents", **form)).json()

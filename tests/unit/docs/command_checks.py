@@ -428,6 +428,8 @@ CHECKS: Final[dict[str, Callable[[Sequence[str]], None]]] = {
     "export": check_export,
 }
 WITHOUT: Final = {
+    "apt": "a program of Debian, which needs root",
+    "ocrmypdf": "a program of Debian that readers install if they have scans",
     "ctr": "a command of containerd, which needs a node of a cluster",
     "base64": "a program of every system; its input is checked",
     "sed": "a program of every system",

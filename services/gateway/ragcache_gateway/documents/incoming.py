@@ -114,8 +114,8 @@ class IncomingDocument:
         if text is not None and self.kind.is_plain:
             return ExtractedText(text, is_markdown)
         if text is not None:
-            # The mark goes before what the page says of its encoding.
-            content = BOM_UTF8 + text.encode()
+            # The mark counts more than what a page says of its encoding.
+            content = (BOM_UTF8 if self.kind is DocumentFormat.HTML else b"") + text.encode()
         return await extractor.extract(content, self.kind, self.field)
 
 

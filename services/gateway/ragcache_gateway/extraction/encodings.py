@@ -75,7 +75,10 @@ def decode_plain(content: bytes) -> str | None:
 
 
 def decoded(content: bytes) -> tuple[str, tuple[str, ...]]:
-    """Return the text of a file with one kind of line break, and warnings.
+    """Decode a text file, with one kind of line break.
+
+    Returns:
+        The text, and a warning if its encoding was assumed.
 
     Raises:
         UnreadableDocument: It is no text, or empty.
@@ -84,7 +87,7 @@ def decoded(content: bytes) -> tuple[str, tuple[str, ...]]:
     warnings: tuple[str, ...] = ()
     if text is None:
         text, encoding = decode_guessed(content)
-        fix = "name it with encoding if characters are wrong"
+        fix = "name it with encoding if it is another one"
         warnings = (f"the encoding is taken to be {encoding}; {fix}",)
     return text.replace("\r\n", "\n").replace("\r", "\n"), warnings
 

@@ -41,7 +41,7 @@ Row = list[SheetCell]
 
 
 @dataclass(slots=True)
-class Table:
+class SheetTable:
     """Rows below a header. ``columns`` are the indexes of the columns that have text."""
 
     header: Row
@@ -207,7 +207,7 @@ def _number(value: float, number_format: str) -> str:
 
 def markdown_of(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the paragraphs and tables of a sheet. Rows and columns without text are left out."""
-    table: Table | None = None
+    table: SheetTable | None = None
     for is_empty, group in itertools.groupby(rows, key=_is_empty):
         if is_empty:
             continue
@@ -268,7 +268,7 @@ def _columns(body: Iterable[Row]) -> list[int]:
     return sorted({i for row in body for i, cell in enumerate(row) if cell.text})
 
 
-def _continues(table: Table, body: Sequence[Row]) -> bool:
+def _continues(table: SheetTable, body: Sequence[Row]) -> bool:
     """Whether rows after an empty one belong to the table before it."""
     has_header = all(cell.is_text for cell in body[0]) and any(
         not cell.is_text for row in body[1:] for cell in row
@@ -276,14 +276,14 @@ def _continues(table: Table, body: Sequence[Row]) -> bool:
     return not has_header and set(_columns(body)) <= set(table.columns)
 
 
-def _table(body: list[Row]) -> Table:
+def _table(body: list[Row]) -> SheetTable:
     header, rows = body[0], body[1:]
     has_groups = any(
         cell.is_copy and cell.text == before.text for before, cell in itertools.pairwise(header)
     )
     if has_groups and rows and all(cell.is_text for cell in rows[0]):
         header, rows = _joined(header, rows[0]), rows[1:]
-    return Table(header, _columns(body), rows)
+    return SheetTable(header, _columns(body), rows)
 
 
 def _joined(groups: Row, names: Row) -> Row:
@@ -294,7 +294,7 @@ def _joined(groups: Row, names: Row) -> Row:
     ]
 
 
-def _table_text(table: Table) -> str:
+def _table_text(table: SheetTable) -> str:
     rule = ["---"] * len(table.columns)
     rows = [_selected(row, table.columns) for row in (table.header, *table.rows)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))

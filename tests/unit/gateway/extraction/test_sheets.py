@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_gateway.extraction import sheets
-from ragcache_gateway.extraction.sheets import Cell, markdown_of, read_sheets, shown
+from ragcache_gateway.extraction.sheets import SheetCell, markdown_of, read_sheets, shown
 
 openpyxl = pytest.importorskip("openpyxl")
 
@@ -152,11 +152,13 @@ def test_values_are_shown_as_short_as_they_are_exact(
     assert shown(value, number_format) == text
 
 
-cells = st.builds(Cell, st.sampled_from(["", "", "a", "b", "7"]), st.booleans(), st.just(False))
+cells = st.builds(
+    SheetCell, st.sampled_from(["", "", "a", "b", "7"]), st.booleans(), st.just(False)
+)
 
 
 @given(st.lists(st.lists(cells, max_size=4), max_size=8))
-def test_every_cell_is_in_the_text(rows: list[list[Cell]]) -> None:
+def test_every_cell_is_in_the_text(rows: list[list[SheetCell]]) -> None:
     text = "\n".join(markdown_of(rows))
     for row in rows:
         for cell in row:
