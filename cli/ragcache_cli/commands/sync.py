@@ -69,7 +69,7 @@ class Sync:
         self._held: dict[str, OwnedDocument] = {}
         self._failures: list[Failure] = []
         self._digests = hashlib.blake2b(digest_size=16)
-        self._written = self._unchanged = self._deleted = 0
+        self._written = self._unchanged = self._deleted = self._skipped = 0
 
     async def bring(self, here: Surroundings) -> Result:
         """Read the sources, write changed documents, delete removed ones.
@@ -84,6 +84,7 @@ class Sync:
             with interruptible():
                 gathered = gather(_readings(self._spec.sources, here))
             self._failures += gathered.failures
+            self._skipped = gathered.skipped
             await self._list()
             for number, document in enumerate(gathered.wanted):
                 self._on_progress(number, len(gathered.wanted))
@@ -161,6 +162,7 @@ class Sync:
             written=self._written,
             unchanged=self._unchanged,
             deleted=self._deleted,
+            skipped=self._skipped,
             revision=revision,
             failures=tuple(self._failures),
             warnings=tuple(

@@ -101,6 +101,7 @@ class _Found:
         self._scratch = scratch
         self._files: dict[str, DocumentFile] = {}
         self._refused: dict[str, RejectedDocument] = {}
+        self._skipped = 0
         self.tops: set[str] = set()
 
     def is_wanted(self, parts: tuple[str, ...]) -> bool:
@@ -109,12 +110,16 @@ class _Found:
 
     def pass_over(self, parts: tuple[str, ...], *, is_folder: bool) -> None:
         """Count a member that is not a document."""
+        self._skipped += bool(parts) and not is_folder
+        self._see(parts, is_folder=is_folder)
+
+    def _see(self, parts: tuple[str, ...], *, is_folder: bool) -> None:
         if parts:
             self.tops.add(parts[0] if is_folder or len(parts) > 1 else "")
 
     def add(self, parts: tuple[str, ...], contents: IO[bytes]) -> None:
         """Add a document; a repeated name replaces the first one, as unpacking would."""
-        self.pass_over(parts, is_folder=False)
+        self._see(parts, is_folder=False)
         key = "/".join(parts)
         self._forget(key)
         path = self._scratch.new_path(suffix_of(parts[-1]) or "")
@@ -134,6 +139,7 @@ class _Found:
         return SourceContents(
             tuple(self._files[key] for key in sorted(self._files)),
             tuple(self._refused[key] for key in sorted(self._refused)),
+            skipped=self._skipped,
         )
 
     def _forget(self, key: str) -> None:

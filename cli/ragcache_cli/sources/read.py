@@ -43,11 +43,15 @@ def read_folder(what: str, root: Path, path: str = "") -> SourceContents:
         raise InvalidInput(what, where, "correct its name, or create it")
     files: list[DocumentFile] = []
     refused: list[RejectedDocument] = []
+    skipped = 0
     for parent, folders, names in os.walk(top, onerror=_refuse(what)):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        shown = sorted(name for name in folders if not name.startswith("."))
+        skipped += len(folders) - len(shown)
+        folders[:] = shown
         for name in sorted(names):
             file = Path(parent, name)
             if name.startswith(".") or suffix_of(name) is None:
+                skipped += 1
                 continue
             key = file.relative_to(top).as_posix()
             if not file.resolve().is_relative_to(inside):
@@ -57,7 +61,9 @@ def read_folder(what: str, root: Path, path: str = "") -> SourceContents:
             elif file.is_file():
                 files.append(DocumentFile(key, file))
                 checked_number(what, len(files))
-    return SourceContents(tuple(files), tuple(refused))
+            else:
+                skipped += 1
+    return SourceContents(tuple(files), tuple(refused), skipped=skipped)
 
 
 def _refuse(what: str) -> Callable[[OSError], None]:

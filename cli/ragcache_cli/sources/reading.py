@@ -29,12 +29,14 @@ class SourceContents:
     """The documents of a source.
 
     ``files`` maps ids relative to the source to files. ``refused`` are rejected documents.
-    ``revision`` is a commit, or empty for sources without one.
+    ``revision`` is a commit, or empty for sources without one. ``skipped`` counts hidden files,
+    files of other kinds, and what is no file.
     """
 
     files: tuple[DocumentFile, ...]
     refused: tuple[RejectedDocument, ...] = ()
     revision: str = ""
+    skipped: int = 0
 
 
 def is_hidden(parts: tuple[str, ...]) -> bool:

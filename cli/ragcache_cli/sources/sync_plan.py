@@ -43,6 +43,7 @@ class Result:
 
     ``documents`` and ``chunks`` count what the owner has in the collection now. ``finished`` is
     False if the gateway was lost before every document was tried. ``revision`` names the content.
+    ``skipped`` counts files of the sources that are no documents.
     ``warnings`` are of documents that are in the collection, written now or before.
     """
 
@@ -52,6 +53,7 @@ class Result:
     written: int = 0
     unchanged: int = 0
     deleted: int = 0
+    skipped: int = 0
     revision: str = ""
     failures: tuple[Failure, ...] = ()
     warnings: tuple[Failure, ...] = ()
@@ -92,7 +94,7 @@ class Gathered:
 
     ``claimed`` are ids of documents that a source has, readable or not; these are not deleted.
     ``well`` are the sources that were read, and ``whole`` tells whether these are all.
-    ``revision`` is that of a single source.
+    ``revision`` is that of a single source. ``skipped`` counts files that are no documents.
     """
 
     wanted: tuple[Wanted, ...]
@@ -101,6 +103,7 @@ class Gathered:
     well: frozenset[str]
     whole: bool
     revision: str
+    skipped: int
 
 
 def gather(readings: Iterable[tuple[str, str, SourceContents | RagCacheError]]) -> Gathered:
@@ -117,11 +120,13 @@ def gather(readings: Iterable[tuple[str, str, SourceContents | RagCacheError]]) 
     claimed: dict[str, str] = {}
     failures: list[Failure] = []
     well: set[str] = set()
+    skipped = 0
     for origin, prefix, reading in every:
         if isinstance(reading, RagCacheError):
             failures.append(Failure(origin, "", said(reading)))
             continue
         well.add(origin)
+        skipped += reading.skipped
         before = f"{prefix}/" if len(every) > 1 else ""
         for refused in reading.refused:
             claimed.setdefault(f"{before}{refused.id}", origin)
@@ -147,6 +152,7 @@ def gather(readings: Iterable[tuple[str, str, SourceContents | RagCacheError]]) 
         frozenset(well),
         whole=len(well) == len({origin for origin, _, _ in every}),
         revision=sole.revision if isinstance(sole, SourceContents) else "",
+        skipped=skipped,
     )
 
 

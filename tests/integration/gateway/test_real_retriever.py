@@ -164,6 +164,39 @@ async def test_front_matter_and_comments_of_markdown_are_no_text(platform: Platf
     }
 
 
+async def test_text_formats_are_found_by_name_and_by_type(platform: Platform) -> None:
+    notebook = {"cells": [{"cell_type": "markdown", "source": "Steps."}], "metadata": {}}
+    files = {
+        "parts.csv": b"part,price\nAX-1,4\n",
+        "parts.tsv": b"part\tprice\nAX-1\t4\n",
+        "site.json": b'{"site": {"zone": "eu"}}',
+        "guide.mdx": b"import A from 'a'\n\n<A>Useful.</A>\n",
+        "notes.rst": b"Notes\n=====\n\nUseful.\n",
+        "plan.ipynb": json.dumps(notebook).encode(),
+    }
+    form = [("file", one) for one in files.items()]
+    await platform.world.client.post("/v1/documents:batch", files=form)
+
+    async def stored(name: str) -> tuple[str, str]:
+        found = (await platform.world.client.get(f"/v1/documents/{name}")).json()
+        return found["content_type"], found["text"]
+
+    table = "| part | price |\n| --- | --- |\n| AX-1 | 4 |"
+    assert await stored("parts.csv") == await stored("parts.tsv") == ("markdown", table)
+    assert await stored("site.json") == ("text", "site.zone: eu")
+    assert await stored("guide.mdx") == ("markdown", "Useful.")
+    assert await stored("notes.rst") == ("markdown", "# Notes\n\nUseful.")
+    assert await stored("plan.ipynb") == ("markdown", "Steps.")
+
+    text = files["parts.csv"].decode()
+    await platform.batch({"id": "a", "text": text, "content_type": "text/csv"})
+    assert await stored("a") == ("markdown", table)
+    # The client may have read the text of a notebook itself.
+    await platform.batch({"id": "b.ipynb", "text": "Steps."}, {"id": "c.rst", "text": "*x*"})
+    assert await stored("b.ipynb") == ("text", "Steps.")
+    assert (await stored("c.rst"))[0] == "markdown"
+
+
 async def test_a_filter_limits_a_search_to_documents(platform: Platform) -> None:
     events = await platform.batch(
         document("a", team="core", year="2023"),

@@ -49,6 +49,14 @@ def zipped(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
+def test_members_that_are_no_documents_are_counted(tmp_path: Path, scratch: Scratch) -> None:
+    files = {"a.md": b"a", "b.png": b"b", ".c.md": b"c", "d/e.txt": b"e"}
+    link = tarfile.TarInfo("f.md")
+    link.type = tarfile.SYMTYPE
+    assert read_tar_gz("x", tar_gz(tmp_path / "a.tgz", files, link), scratch).skipped == 3
+    assert read_zip("x", zipped(tmp_path / "a.zip", files), scratch).skipped == 2
+
+
 Archive = Callable[[Path, dict[str, bytes]], SourceContents]
 
 

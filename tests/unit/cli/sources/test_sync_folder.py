@@ -26,6 +26,7 @@ def test_documents_are_found_by_their_paths(tmp_path: Path) -> None:
     write(tmp_path, "b.md", "a/c.TXT", "a/d.py", "a/.hidden.md", ".git/e.md", "md")
     assert ids(tmp_path) == ["b.md", "a/c.TXT"]
     assert ids(tmp_path, "a") == ["c.TXT"]
+    assert read_folder("here", tmp_path).skipped == 4, "a/d.py, a/.hidden.md, .git and md"
 
 
 def test_a_mounted_config_map_is_read_through_its_links(tmp_path: Path) -> None:
