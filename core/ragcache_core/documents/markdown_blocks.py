@@ -23,6 +23,8 @@ _CODE_COLUMNS: Final = 4
 """Code without a fence is indented by so many columns more than the text around it."""
 
 _MAX_COLUMNS: Final = 256
+_SPECIAL_STARTS: Final = frozenset(" \t`~#<>[-*+0123456789")
+"""Lines that begin with other characters are text or rows of a table."""
 
 _FENCE: Final = re.compile(
     r"[ \t]*+((?:>[ \t]*+|(?:[-*+]|\d{1,9}[.)])[ \t]++){0,8}+)(`{3,}+(?![^\n]*`)|~{3,}+)"
@@ -186,6 +188,8 @@ class _Scanner:
     def _block_at(self, position: int, end: int) -> Block | None:
         """Return the block that begins with a line and is no text, or None."""
         text = self._text
+        if text[position] not in _SPECIAL_STARTS and "|" not in text[position:end]:
+            return None
         if (fence := _FENCE.match(text, position, end)) is not None:
             return self._fenced(position, end, fence)
         column = _column(text, position, end)
