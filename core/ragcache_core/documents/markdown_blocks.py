@@ -23,6 +23,8 @@ _CODE_COLUMNS: Final = 4
 """Code without a fence is indented by so many columns more than the text around it."""
 
 _MAX_COLUMNS: Final = 256
+_SPECIAL_STARTS: Final = frozenset(" \t`~#<>[-*+0123456789")
+"""Lines that begin with other characters are text or rows of a table."""
 
 _FENCE: Final = re.compile(
     r"[ \t]*+((?:>[ \t]*+|(?:[-*+]|\d{1,9}[.)])[ \t]++){0,8}+)(`{3,}+(?![^\n]*`)|~{3,}+)"
@@ -186,6 +188,8 @@ class _Scanner:
     def _block_at(self, position: int, end: int) -> Block | None:
         """Return the block that begins with a line and is no text, or None."""
         text = self._text
+        if text[position] not in _SPECIAL_STARTS:
+            return self._table(position, end)
         if (fence := _FENCE.match(text, position, end)) is not None:
             return self._fenced(position, end, fence)
         column = _column(text, position, end)
@@ -203,6 +207,10 @@ class _Scanner:
         text = self._text
         is_quoted = ">" in fence.group(1)
         mark = fence.group(2)
+        # A mark that is indented like code is part of the code.
+        most_columns = _CODE_COLUMNS + len(
+            text[position : fence.start(2)].expandtabs(_CODE_COLUMNS)
+        )
         end = line_end
         while end < len(text):
             start, end = end, _line_end(text, end)
@@ -212,7 +220,9 @@ class _Scanner:
                     end = start
                     break
                 line = line.lstrip("> \t")
-            if len(line) >= len(mark) and not line.strip(mark[0]):
+            if len(line) < len(mark) or line.strip(mark[0]):
+                continue
+            if is_quoted or _column(text, start, end) < most_columns:
                 break
         head_end = _stripped_end(text, position, line_end)
         return _block(text, position, end, BlockKind.CODE)._replace(head_end=head_end)

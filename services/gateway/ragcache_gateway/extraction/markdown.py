@@ -45,7 +45,7 @@ _NOTHING: Final = ("", "~", "null")
 
 
 def has_hidden_parts(text: str) -> bool:
-    """Whether a Markdown document may have front matter or comments. It takes no time."""
+    """Whether a Markdown document may have front matter or comments, by their first marks."""
     start = text.removeprefix("\ufeff")
     return start.startswith(("---", "+++")) or any(sign in text for sign in _SIGNS)
 

@@ -29,6 +29,8 @@ def headings(text: str) -> list[tuple[int, str]]:
         ('<div align="center"><h3>Name</h3></div>\n', [(3, "Name")]),
         ("``` not a fence ```\n# Yes", [(1, "Yes")]),
         ("> ```\n> code\n\n# Yes", [(1, "Yes")]),
+        ("```\n    ```\n# no\n```\n# Yes", [(1, "Yes")]),
+        ("10. ```\n    # no\n    ```\n\n# Yes", [(1, "Yes")]),
         ("- ```\n  # no\n  ```\n# Yes", [(1, "Yes")]),
         ("<!--\n# no\n```\n-->\n# Yes", [(1, "Yes")]),
         ("<pre>\n# no\n\n# no\n</pre>\n# Yes", [(1, "Yes")]),

@@ -106,6 +106,18 @@ async def test_labels_are_in_the_tokens_and_not_in_the_text(
     ]
 
 
+async def test_a_plain_text_that_is_named_as_code_is_split_as_code(
+    splitter: DocumentSplitter, tiny_model: Path
+) -> None:
+    text = "\n\n".join(f"def f{i}():\n    # Do it. Do more.\n    return {i}" for i in range(20))
+    count = tokenizer_of(tiny_model).count
+    for name, code in (("src/a.PY", True), ("a.txt", False)):
+        found = await splitter.split(name, text, markdown=False, chunking=CHUNKING)
+        assert found.chunks == split_document(
+            text, markdown=False, chunking=CHUNKING, count_tokens=count, code=code
+        )
+
+
 async def test_a_document_over_its_limit_is_refused_and_others_are_not(
     splitter: DocumentSplitter,
 ) -> None:
