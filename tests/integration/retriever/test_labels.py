@@ -15,13 +15,21 @@ from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.kit.retriever import WordEmbedder, digest_of, make_knowledge_base, serving, tokenizer_of
 
 TEXT = "It weighs 48 kg. Two persons carry it."
-HANDBOOK = "# Pump P4\n\nKeep this page.\n\n" + "\n\n".join(
-    f"## {title}\n\n{text}"
-    for title, text in {
-        "Oil": "The oil is changed every 200 hours. " * 6,
-        "Weight": "It weighs 48 kg. Two persons carry it on the way. " * 6,
-    }.items()
-)
+HANDBOOK = """# Pump P4
+
+Keep this page near the machine, and give it to the next owner.
+
+## Oil
+
+The oil is changed every 200 hours. Old oil is collected in a can with a lid. The filter goes with
+it. A ring seals the plug, and a new one costs little. Hot oil runs out faster. Never open the plug
+while the motor turns. The level is checked at the glass on the left side.
+
+## Weight
+
+It weighs 48 kg. Two persons carry it by the handles. A crane takes the ring on its top. Straps hold
+it in a van. It stays upright all the time. Wood below its feet keeps the floor clean.
+"""
 
 
 @pytest.fixture
@@ -113,10 +121,10 @@ async def test_labels_can_be_turned_off_for_documents_that_are_there(
     embedder.embedded.clear()
     await client.put_collection(pb.Collection(name="default", labels=False), keep_unset=True)
     await knowledge_base.wait_until_idle()
+    assert embedder.embedded == [], "only the tokens have changed"
     assert not (await client.get_collection("default")).labels
     [chunk] = await chunks_of(client)
     assert (chunk.label, chunk.token_ids) == ("", tokenizer.token_ids(TEXT))
-    assert embedder.embedded == [], "only the tokens have changed"
     [delete] = (await client.claim_deletes(10)).deletes
     assert list(delete.token_digests) == [digest_of(tokenizer, f"[Pump P4]\n{TEXT}")]
     page.text = f"{TEXT} It is red."
