@@ -16,7 +16,7 @@ BILLING = "Billing runs in eu-north."
 WORDS = ["Billing runs", " in eu-north. P-12 ", "costs 36 euros", ". I hope so", "."]
 WANTED = "Billing runs in eu-north. [2] P-12 costs 36 euros. [1] I hope so."
 ASK: list[Any] = [{"role": "user", "content": "Where does billing run, and what is P-12?"}]
-INLINE = {"ragcache": {"cite": "inline"}}
+INLINE: dict[str, Any] = {"ragcache": {"cite": "inline"}}
 
 
 @pytest.fixture(autouse=True)
@@ -81,10 +81,11 @@ async def test_a_response_has_annotations(gateway: World) -> None:
     check(streamed.output_text, streamed.to_dict()["ragcache"])  # type: ignore[arg-type]
     assert kinds.count("response.output_text.annotation.added") == 2
     for response in (whole, streamed):
-        url, file = response.output[0].content[0].annotations  # type: ignore[union-attr]
-        assert (url.type, file.type) == ("url_citation", "file_citation")
-        assert response.output_text[url.start_index : url.end_index] == "[2]"
-        assert (file.file_id, file.filename) == ("pumps.md", "Title of pumps.md")
+        message: Any = response.output[0].to_dict()
+        url, file = message["content"][0]["annotations"]
+        assert (url["type"], file["type"]) == ("url_citation", "file_citation")
+        assert response.output_text[url["start_index"] : url["end_index"]] == "[2]"
+        assert (file["file_id"], file["filename"]) == ("pumps.md", "Title of pumps.md")
 
 
 async def test_a_neighbour_of_a_hit_can_be_cited(gateway: World) -> None:

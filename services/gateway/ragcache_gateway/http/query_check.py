@@ -15,7 +15,8 @@ _IGNORED: Final = frozenset({"api-version"})
 
 
 def _known_parameters(route: APIRoute) -> frozenset[str]:
-    return frozenset(one.alias for one in get_flat_dependant(route.dependant).query_params)
+    flat = get_flat_dependant(route.dependant)  # codespell:ignore dependant
+    return frozenset(one.alias for one in flat.query_params)
 
 
 async def check_query(request: Request) -> None:

@@ -172,7 +172,9 @@ _KINDS: Final[dict[str, Kind]] = {
 }
 """What the models other than the served one are for. Clients offer what is listed for chats."""
 
-ModelKind = Annotated[Kind | Literal["all"], Query(description="Which models to list.")]
+ModelKind = Annotated[
+    Literal["chat", "embedding", "rerank", "all"], Query(description="Which models to list.")
+]
 
 
 @router.get("/v1/models", summary="List the served models")
