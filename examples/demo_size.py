@@ -17,7 +17,7 @@ PAUSE_S: Final = 1.0
 """Between questions, as a person would: the engine saves a prompt's KV after its answer."""
 INGEST_S: Final = 60.0
 """Longest ingest of all documents. If it would take longer, only a few are ingested."""
-_FEW_S: Final = 15.0
+_FEW_S: Final = 5.0
 """Time of ingesting these few."""
 _EXACT_SHARE: Final = 0.2
 _BLEND_SHARE: Final = 0.5

@@ -96,9 +96,10 @@ def _claims(desired: Sequence[Object], children: Sequence[Object]) -> Iterator[C
 def _is_growing(growth: ClaimGrowth) -> bool:
     """Whether a bound claim has less capacity than it should have."""
     status = growth.claim.get("status") or {}
-    capacity = (status.get("capacity") or {}).get("storage")
-    is_bound = status.get("phase") == "Bound" and capacity is not None
-    return is_bound and parse_quantity(capacity) < parse_quantity(growth.size)
+    capacity: str | None = (status.get("capacity") or {}).get("storage")
+    if capacity is None or status.get("phase") != "Bound":
+        return False
+    return parse_quantity(capacity) < parse_quantity(growth.size)
 
 
 def _requested_bytes(claim: Object) -> int:
