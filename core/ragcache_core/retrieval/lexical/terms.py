@@ -58,8 +58,8 @@ _SEGMENT = re.compile(rf"{_BEGIN}{_LETTER}+(?:(?:[-.+]|_+|{_NUMBER_COMMA}){_LETT
 """A part of an identifier between slashes, colons and at signs."""
 _DATE_AND_TIME = re.compile(r"(?<=\d-\d\d)t(?=\d\d:)")
 _VERSION = re.compile(r"v(\d+(?:\.\d+)+.*)")
-_AMOUNT = re.compile(r"\d{1,4}[a-z]{1,2}|\d{1,3}-[a-z]{3,}")
-"""Such as "5km", "3rd" and "12-month"."""
+_PHRASE = re.compile(r"\d{1,4}[a-z]{1,2}|\d{1,3}-[a-z]{3,}|[^-_./:@\\][^_./:@\\]*-[^\W\d_]{6,}")
+"""An amount, or words with a hyphen: such as "5km", "12-month" and "E4-based"."""
 _SPECIAL = re.compile(
     r"[./@-].*"  # such as ".NET" and "-v"
     r"|.*[+#]"  # C++
@@ -90,12 +90,12 @@ def terms_of(text: str) -> list[str]:
 def is_identifier(term: str) -> bool:
     """Whether a chunk with a term is a better hit than any without it.
 
-    That is so for identifiers, but not for amounts, nor for words that only a hyphen joins.
+    That is so for identifiers, but not for amounts, nor for words that a hyphen joins.
     """
     if not term.endswith(IDENTIFIER_MARK):
         return False
     name = term[:-1]
-    return _SPECIAL.fullmatch(name) is not None and not _AMOUNT.fullmatch(name)
+    return _SPECIAL.fullmatch(name) is not None and not _PHRASE.fullmatch(name)
 
 
 @lru_cache(maxsize=1 << 14)
