@@ -64,7 +64,7 @@ def test_every_value_is_in_the_table(rows: list[list[str]], delimiter: str) -> N
     assert [header, *lines] == [f"| {one} | {other} |" for one, other in rows]
 
 
-@pytest.mark.parametrize("content", [b"", b" \n", b",,\n,,\n", b"a\0b", b"\xff\xff"])
+@pytest.mark.parametrize("content", [b"", b" \n", b",,\n,,\n", b"a\0b"])
 def test_what_has_no_values_is_refused(content: bytes) -> None:
     with pytest.raises(UnreadableDocument):
         read_csv(content)

@@ -19,7 +19,7 @@ def test_a_hit_in_another_hits_window_is_cited_with_its_own_score() -> None:
 def test_citations_have_the_order_of_the_search() -> None:
     hits = [hit("b", 3, 0.5), hit("a", 1, 0.5), hit("b", 1, 0.5), hit("a", 0, 0.6)]
     passages = [passage for document in group_by_document(hits) for passage in document]
-    assert [one.chunk for one in cite(passages)] == ["b#3", "a#1", "b#1", "a#0"]
+    assert [one.chunk for one in cite(cited_passages(passages))] == ["b#3", "a#1", "b#1", "a#0"]
 
 
 @given(text=st.text(max_size=600))
