@@ -136,5 +136,5 @@ def _label_panels(root: HtmlElement) -> None:
 
 
 def _target_of(tab: HtmlElement) -> str:
-    href = tab.get("href") or tab.get("data-bs-target") or tab.get("data-target") or ""
+    href: str = tab.get("href") or tab.get("data-bs-target") or tab.get("data-target") or ""
     return href[1:] if href.startswith("#") else ""
