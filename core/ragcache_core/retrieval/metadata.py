@@ -65,18 +65,18 @@ def number_of(text: str) -> float | None:
 def instant_of(text: str) -> int | None:
     """Return the Unix microseconds of an ISO date or date-time, or None for other texts.
 
-    A date is its first moment. Without a zone it is in UTC.
+    A date is the start of its day. Without a zone it is in UTC.
     """
     text = text.strip().upper()
     if _ISO.fullmatch(text) is None:
         return None
     try:
-        moment = datetime.fromisoformat(text)
+        parsed = datetime.fromisoformat(text)
     except ValueError:
         return None
     # An aware time of the year 1 or 9999 may lie outside in UTC.
-    offset = moment.utcoffset() or timedelta()
-    return (moment.replace(tzinfo=None) - _EPOCH - offset) // _MICROSECOND
+    offset = parsed.utcoffset() or timedelta()
+    return (parsed.replace(tzinfo=None) - _EPOCH - offset) // _MICROSECOND
 
 
 def end_of(text: str) -> int | None:

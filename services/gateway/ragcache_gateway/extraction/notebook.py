@@ -21,7 +21,7 @@ def read_notebook(content: bytes) -> ExtractedText:
     text, warnings = decoded(content)
     try:
         notebook = json.loads(text)
-        reader = _NotebookReader(_language(notebook))
+        reader = _CellReader(_language(notebook))
         blocks = [block for cell in _cells(notebook) for block in reader.blocks(cell)]
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise UnreadableDocument(*_DAMAGED) from error
@@ -53,7 +53,7 @@ def _language(notebook: Any) -> str:
     return str(named).lower()
 
 
-class _NotebookReader:
+class _CellReader:
     """Reads cells, and counts what it leaves out."""
 
     def __init__(self, language: str) -> None:

@@ -54,14 +54,14 @@ def test_a_name_is_of_no_other_type(value: object) -> None:
 
 
 @given(st.datetimes(timezones=st.timezones()))
-def test_a_date_time_with_a_zone_is_its_instant(moment: datetime) -> None:
+def test_a_date_time_with_a_zone_is_its_instant(time: datetime) -> None:
     epoch = datetime(1970, 1, 1, tzinfo=UTC)
-    offset = moment.utcoffset()
+    offset = time.utcoffset()
     # ISO 8601 has no offsets with seconds, which some zones had long ago.
     if offset is None or offset.total_seconds() % 60:
         return
-    wanted_us = round((moment.replace(tzinfo=UTC) - epoch - offset).total_seconds() * 1e6)
-    found_us = instant_of(moment.isoformat())
+    wanted_us = round((time.replace(tzinfo=UTC) - epoch - offset).total_seconds() * 1e6)
+    found_us = instant_of(time.isoformat())
     assert found_us is not None
     assert abs(found_us - wanted_us) <= 64, "float seconds of far years are that coarse"
 
