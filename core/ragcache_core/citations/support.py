@@ -2,7 +2,8 @@
 
 A sentence is supported if most of its words, by their weight, are in one or two sentences of a
 source, and all of its numbers are. A word weighs less the more often the sources have it, and the
-shorter it is. So names and numbers decide, and words like "the" do not.
+shorter it is. So names and numbers decide, and words like "the" do not. The order of the words does
+not count. If one of the two says "not", so has the other.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ _MAX_WORDS: Final = 96
 
 _MAX_POSTINGS: Final = 512
 """Sentences in which a word may be and still counts."""
+
+_NEGATIONS: Final = frozenset(
+    {
+        "not", "no", "never", "none", "cannot", "isn", "aren", "don", "doesn", "didn",
+        "nicht", "kein", "keine", "keinen", "nie", "jamai", "nunca", "non",
+    }
+)  # fmt: skip
+"""Words that turn a sentence into its opposite, in the form that is compared."""
 
 _WORD: Final = re.compile(r"\w+")
 # Thai, Lao, Japanese and Chinese, which have no spaces between words. Pairs of characters stand
@@ -82,6 +91,7 @@ class SupportIndex:
         total = math.fsum(weights.values())
         least = _MIN_COVERAGE * total
         numbers = {word for word in words if _is_number(word)}
+        is_negated = not _NEGATIONS.isdisjoint(words)
         shared: defaultdict[int, float] = defaultdict(float)
         for word, weight in weights.items():
             for i in postings[word]:
@@ -92,6 +102,8 @@ class SupportIndex:
             common = weights.keys() & found
             weight = math.fsum(weights[word] for word in common)
             if weight < least or not numbers <= found or not any(map(_is_telling, common)):
+                continue
+            if is_negated == _NEGATIONS.isdisjoint(found):
                 continue
             # A second sentence has to add something. Of equal parts the first one is taken.
             rank = (weight - _JOIN_COST * total * (last - first), -first, -last)

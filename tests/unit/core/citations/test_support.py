@@ -49,6 +49,7 @@ def test_a_sentence_is_supported_by_the_part_that_shares_its_words(
     [
         "P-12 costs 63 euros.",  # another number
         "The pump P-13 costs 36 euros.",  # another name
+        "The pump P-12 does not cost 36 euros.",
         "I do not know where billing runs.",
         "The documents do not say who made it.",
         "Yes.",
@@ -59,6 +60,13 @@ def test_a_sentence_is_supported_by_the_part_that_shares_its_words(
 )
 def test_a_sentence_that_says_something_else_has_no_support(sentence: str) -> None:
     assert part(sentence) is None
+
+
+def test_a_sentence_that_leaves_out_a_not_has_no_support() -> None:
+    sources = ["Refunds are never paid in cash."]
+    index = SupportIndex(sources)
+    assert part("Refunds are paid in cash.", index, sources) is None
+    assert part("Refunds are not paid in cash.", index, sources) == sources[0]
 
 
 def test_words_of_languages_without_spaces_are_found() -> None:
