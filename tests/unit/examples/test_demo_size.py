@@ -38,7 +38,7 @@ def test_without_time_the_smallest_size_is_left() -> None:
     assert largest_size(SLOW, LIMIT_S) == SIZES[-1]
 
 
-def test_a_late_start_of_a_fast_processor_makes_the_demo_no_smaller() -> None:
+def test_a_long_start_of_a_fast_processor_makes_the_demo_no_smaller() -> None:
     assert largest_size(FAST, FIRST_S + 60) == SIZES[0]
 
 
