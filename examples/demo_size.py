@@ -13,6 +13,10 @@ from typing import Final
 
 LIMIT_S: Final = 330.0
 """Time of the whole demo after the set-up. It is below six minutes, because times vary."""
+FIRST_S: Final = 120.0
+"""Time until the first answer, if the machine can."""
+_LEAST_FIRST_S: Final = 15.0
+"""Time that the first answer may take in any case."""
 PAUSE_S: Final = 1.0
 """Between questions, as a person would: the engine saves a prompt's KV after its answer."""
 INGEST_S: Final = 60.0
@@ -24,7 +28,6 @@ _BLEND_SHARE: Final = 0.5
 """Time to the first token with exact reuse and with a blend, as a share of that without."""
 _GROWTH: Final = 1.2
 """A token of a long prompt takes longer than one of a short prompt, because it attends to more."""
-_RESTARTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +51,18 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class DemoSize:
-    """How many questions the demo asks, and how many passages each prompt has."""
+    """How many questions the demo asks, and how many passages each prompt has.
+
+    Args:
+        num_restarts: With one restart of the engine, blends follow in the same engine.
+    """
 
     num_questions: int
     top_k: int
+    num_restarts: int = 1
 
     def seconds(self, speed: Speed) -> float:
-        """Return how long all questions and the two restarts of the engine take."""
+        """Return how long all questions and the restarts of the engine take."""
         computed_s = speed.first_token_s(self.top_k)
         answered_s = speed.answer_s + PAUSE_S
         cold_s = computed_s + answered_s
@@ -65,17 +73,35 @@ class DemoSize:
         return (
             self.num_questions * (cold_s + exact_s)
             + num_pairs * pair_s
-            + _RESTARTS * (speed.start_s + speed.first_token_s(1))
+            + self.num_restarts * (speed.start_s + speed.first_token_s(1))
         )
 
 
-SIZES: Final = (DemoSize(6, 7), DemoSize(4, 5), DemoSize(3, 3), DemoSize(2, 3), DemoSize(2, 2))
+SIZES: Final = (
+    DemoSize(6, 7, num_restarts=2),
+    DemoSize(4, 5, num_restarts=2),
+    DemoSize(4, 4),
+    DemoSize(3, 3),
+    DemoSize(2, 3),
+    DemoSize(2, 2),
+)
 """From the largest, which a processor with fast instructions gets."""
 
 
-def largest_size(speed: Speed, left_s: float) -> DemoSize:
-    """Return the largest size that fits into the time, or the smallest one."""
-    return next((size for size in SIZES if size.seconds(speed) <= left_s), SIZES[-1])
+def largest_size(speed: Speed, elapsed_s: float) -> DemoSize:
+    """Return the largest size whose first answer and end come in time, or the smallest one.
+
+    Args:
+        elapsed_s: Seconds since the demo began.
+    """
+    first_s = max(_LEAST_FIRST_S, FIRST_S - elapsed_s)
+    fitting = (
+        size
+        for size in SIZES
+        if size.seconds(speed) <= LIMIT_S - elapsed_s
+        and speed.first_token_s(size.top_k) + speed.answer_s <= first_s
+    )
+    return next(fitting, SIZES[-1])
 
 
 def fitting_count(sizes_bytes: Sequence[int], bytes_per_s: float) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from examples.demo_size import (
+    FIRST_S,
     LIMIT_S,
     SIZES,
     DemoSize,
@@ -21,21 +22,24 @@ SLOW = Speed(passage_s=2.5, answer_s=4.0, start_s=70.0)
 
 
 def test_a_fast_processor_gets_the_whole_demo() -> None:
-    assert largest_size(FAST, LIMIT_S - 60) == SIZES[0]
+    assert largest_size(FAST, 60.0) == SIZES[0]
 
 
 def test_a_slow_processor_gets_fewer_questions_that_end_in_time() -> None:
-    left_s = LIMIT_S - SLOW.start_s - 30
-    size = largest_size(SLOW, left_s)
+    elapsed_s = SLOW.start_s + 25
+    size = largest_size(SLOW, elapsed_s)
     assert size.num_questions < SIZES[0].num_questions
     assert size.top_k < SIZES[0].top_k
-    assert size.seconds(SLOW) <= left_s
-    # The first answer comes within two minutes.
-    assert SLOW.start_s + 30 + SLOW.first_token_s(size.top_k) + SLOW.answer_s < 120
+    assert elapsed_s + size.seconds(SLOW) <= LIMIT_S
+    assert elapsed_s + SLOW.first_token_s(size.top_k) + SLOW.answer_s <= FIRST_S
 
 
 def test_without_time_the_smallest_size_is_left() -> None:
-    assert largest_size(SLOW, 0.0) == SIZES[-1]
+    assert largest_size(SLOW, LIMIT_S) == SIZES[-1]
+
+
+def test_a_long_start_of_a_fast_processor_makes_the_demo_no_smaller() -> None:
+    assert largest_size(FAST, FIRST_S + 60) == SIZES[0]
 
 
 def test_a_smaller_size_takes_less_time() -> None:
