@@ -92,9 +92,10 @@ def is_identifier(term: str) -> bool:
 
     That is so for identifiers, but not for amounts, nor for words that a hyphen joins.
     """
-    if not term.endswith(IDENTIFIER_MARK):
-        return False
-    name = term[:-1]
+    return term.endswith(IDENTIFIER_MARK) and _is_special(term[:-1])
+
+
+def _is_special(name: str) -> bool:
     return _SPECIAL.fullmatch(name) is not None and not _PHRASE.fullmatch(name)
 
 
@@ -125,5 +126,5 @@ def _spaced_terms(token: str) -> Iterator[str]:
     for name in found:
         if version := _VERSION.fullmatch(name):
             yield version[1] + IDENTIFIER_MARK
-        if not _WORD.fullmatch(name) and len(name) <= MAX_TERM_CHARACTERS:
+        if _is_special(name) and not _WORD.fullmatch(name) and len(name) <= MAX_TERM_CHARACTERS:
             yield name + IDENTIFIER_MARK
