@@ -53,6 +53,8 @@ def parse(content: bytes) -> tuple[lxml.html.HtmlElement | None, bool]:
         return None, False
     except (LxmlError, ValueError):
         return None, False
+    if any(error.type == ErrorTypes.ERR_NO_MEMORY for error in parser.error_log):
+        raise MemoryError
     return root, any(error.level_name == "FATAL" for error in parser.error_log)
 
 
