@@ -293,7 +293,7 @@ def test_ingest_tries_again_while_a_part_starts(gateway: FakeGateway, handbook: 
     assert ragcache("ingest", handbook).exit_code == 0
     assert len(gateway.documents) == 3
     gateway.busy = 100
-    result = ragcache("ingest", handbook)
+    result = ragcache("ingest", handbook / "billing.md")
     assert result.exit_code == 1
     assert result.stderr == "ragcache: the retriever is unavailable: it starts\n"
 
