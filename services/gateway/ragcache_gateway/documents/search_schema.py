@@ -138,9 +138,7 @@ class HitOut(ChunkOut):
 
     score: float = Field(description="Cosine similarity, or the fused or reranked score.")
     legs: LegsOut
-    duplicates: list[str] = Field(
-        description="Copies of the chunk that were left out."
-    )
+    duplicates: list[str] = Field(description="Copies of the chunk that were left out.")
     before: list[ChunkOut]
     after: list[ChunkOut]
 
