@@ -60,13 +60,16 @@ _DATE_AND_TIME = re.compile(r"(?<=\d-\d\d)t(?=\d\d:)")
 _VERSION = re.compile(r"v(\d+(?:\.\d+)+.*)")
 _PHRASE = re.compile(r"\d{1,4}[a-z]{1,2}|\d{1,3}-[a-z]{3,}|[^-_./:@\\][^_./:@\\]*-[^\W\d_]{6,}")
 """An amount, or words with a hyphen: such as "5km", "12-month" and "E4-based"."""
-_SPECIAL = re.compile(
-    r"[./@-].*"  # such as ".NET" and "-v"
-    r"|.*[+#]"  # C++
-    r"|.*\d.*"
+_NAME = re.compile(
+    r"(?:--?|[./@])[^\W\d].*"  # such as ".NET" and "-v"
+    r"|[^\W\d_]+[+#]+"  # C++
     r"|.*(?:[_@\\]|::|:/|/.*/).*"
     rf"|(?:.*[-/:])?{_LETTER}{{2,}}\.{_LETTER}{{2,}}.*"  # config.yaml, and not "e.g"
 )
+_THOUSANDS = re.compile(r"[\d,.]*,\d{3}[\d,.]*")
+_DIGIT = re.compile(r"\d")
+_MIN_DECIDING_DIGITS = 3
+"""Names of few digits, such as "IL-6" and "2.5", are written in several ways or are amounts."""
 _CODE = re.compile(r"\d{5,}|(?=.*\d)(?=.*[^\W\d]).*")
 """A word that is an identifier: it has letters and digits, or more digits than a year."""
 _NUMBERED = re.compile(r"([^\W\d_]{3,}) +([A-HJ-Z]|\d{1,4})(?![^\W_]|[-.,:/'+#]+[^\W_]|[+#])")
@@ -90,13 +93,19 @@ def terms_of(text: str) -> list[str]:
 def is_identifier(term: str) -> bool:
     """Whether a chunk with a term is a better hit than any without it.
 
-    That is so for identifiers, but not for amounts, nor for words that a hyphen joins.
+    That is so for names with symbols, and for codes of at least three digits. Other identifiers
+    count as words do.
     """
-    return term.endswith(IDENTIFIER_MARK) and _is_special(term[:-1])
+    name = term.removesuffix(IDENTIFIER_MARK)
+    if name == term or not _is_special(name):
+        return False
+    is_code = len(_DIGIT.findall(name)) >= _MIN_DECIDING_DIGITS and not _THOUSANDS.fullmatch(name)
+    return is_code or _NAME.fullmatch(name) is not None
 
 
 def _is_special(name: str) -> bool:
-    return _SPECIAL.fullmatch(name) is not None and not _PHRASE.fullmatch(name)
+    is_name = _DIGIT.search(name) or _NAME.fullmatch(name)
+    return bool(is_name) and not _PHRASE.fullmatch(name)
 
 
 @lru_cache(maxsize=1 << 14)

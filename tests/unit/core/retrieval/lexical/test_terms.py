@@ -33,12 +33,12 @@ def test_words_have_no_case_accents_or_marks() -> None:
     [
         ("host 172.16.4.9.", ["172.16.4.9"]),
         ("10.8.4.9:5432 10.8.4.0/24", ["10.8.4.9:5432", "10.8.4.9", "10.8.4.0/24", "10.8.4.0"]),
-        ("2001:db8::1", ["db8", "2001:db8::1"]),
+        ("2001:db8::1", ["2001:db8::1"]),
         ("on 2023-11-02T08:15:00", ["2023-11-02", "08:15:00"]),
         ("**C++**, `C#`/.NET or C++20!", ["c++", "c#", ".net", "c++"]),
         ("`--dry-run=client` (-v) -Xmx", ["--dry-run", "-v", "-xmx"]),
         ("ERRCONN4012: see ISO-8601", ["errconn4012", "iso-8601"]),
-        ("release v2.40.1 is 2.40.1", ["v2", "2.40.1", "v2.40.1", "2.40.1"]),
+        ("release v2.40.1 is 2.40.1", ["2.40.1", "v2.40.1", "2.40.1"]),
         ("part AX-100/B", ["ax-100/b", "ax-100"]),
         ("see /etc/hosts.allow", ["/etc/hosts.allow", "/etc", "hosts.allow"]),
         (r"C:\Users\ann", [r"c:\users\ann"]),
@@ -49,13 +49,14 @@ def test_words_have_no_case_accents_or_marks() -> None:
     ],
 )  # fmt: skip
 def test_an_identifier_keeps_its_parts_in_order(text: str, expected: list[str]) -> None:
-    assert [one for one in identifiers_of(text) if one != "00"] == expected
+    assert identifiers_of(text) == expected
 
 
 @pytest.mark.parametrize(
     "text",
     ["and/or", "long-term", "e.g. U.S.", "12-month", "5km", "3rd", "in 2024", "word--word",
-     "wait...what", "- item", "* item", "-5", "50%", "Dr.", "end. The", "a -> b"],
+     "wait...what", "- item", "* item", "-5", "50%", "IL-6", "p53", "2.5", "1,500",
+     "Dr.", "end. The", "a -> b"],
 )  # fmt: skip
 def test_other_text_has_no_identifier(text: str) -> None:
     assert identifiers_of(text) == []
