@@ -83,11 +83,15 @@ async def test_documents_of_all_formats_are_found(platform: Platform) -> None:
     assert "b.pdf" in await platform.search("refunds two days")
 
 
-def manual(name: str, noise: str, fuse: str) -> dict[str, Any]:
-    """Return a manual whose sections do not say what machine they are about."""
+def manual(name: str, noise: str, rest: str) -> dict[str, Any]:
+    """Return a manual whose sections do not say what machine they are about.
+
+    Args:
+        rest: Other text of the section about noise.
+    """
     sections = {
-        "Electrical data": f"The main fuse is rated {fuse}. The plug must be earthed. " * 3,
-        "Environment": f"The noise level is {noise}. The room must be dry. " * 3,
+        "Electrical data": "The plug must be earthed. The cable is kept dry. " * 3,
+        "Environment": f"The noise level is {noise}. {rest}",
     }
     text = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
     return {
@@ -100,7 +104,10 @@ def manual(name: str, noise: str, fuse: str) -> dict[str, Any]:
 async def test_the_prompt_names_the_document_before_each_passage(
     platform: Platform, tiny_model: Path
 ) -> None:
-    await platform.batch(manual("Ostra", "61 dB", "16 A"), manual("Velta", "74 dB", "32 A"))
+    await platform.batch(
+        manual("Ostra", "61 dB", "Dust shortens the life of all its parts, so clean it weekly."),
+        manual("Velta", "74 dB", "Two windows and a fan let the heat of summer days out."),
+    )
     body = {
         "messages": [{"role": "user", "content": "Which band saw has a noise level of 61 dB?"}],
         "ragcache": {"top_k": 8},
@@ -110,12 +117,8 @@ async def test_the_prompt_names_the_document_before_each_passage(
     ids = platform.world.engine.requests[-1]["prompt"]
     tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
     prompt = tokenizer.decode(ids, skip_special_tokens=False)
-    for value, name in {
-        "61 dB": "Ostra",
-        "16 A": "Ostra",
-        "74 dB": "Velta",
-        "32 A": "Velta",
-    }.items():
+    for value, name in {"61 dB": "Ostra", "74 dB": "Velta"}.items():
+        assert value in prompt, prompt
         before = prompt[: prompt.index(value)]
         assert before.rfind("Band saw") == before.rfind(f"Band saw {name}"), (value, prompt)
     texts = [one["text_preview"] for one in reply.json()["ragcache"]["citations"]]
