@@ -19,7 +19,7 @@ BODIES: Final[list[tuple[str, dict[str, Any], str]]] = [
             ({"text": " "}, "text"),
             ({"text": "a\0b"}, "text"),
             ({"content_type": "pdf"}, "content_type"),
-            ({"metadata": {"a": 1}}, "metadata.a"),
+            ({"metadata": {"a": {"b": 1}}}, "metadata.a"),
             ({"titel": "x"}, "titel"),
         )
     ),
