@@ -81,7 +81,7 @@ class InlineCiter:
             document_id=chunk.document_id,
             title=chunk.title,
             chunk=chunk.id,
-            page=getattr(chunk, "page", 0) or None,
+            page=chunk.page or None,
             quote=chunk.text[support.start : support.end],
             quote_start=support.start,
             quote_end=support.end,
