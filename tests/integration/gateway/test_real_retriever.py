@@ -118,10 +118,9 @@ async def test_the_prompt_names_the_document_before_each_passage(
     ids = platform.world.engine.requests[-1]["prompt"]
     tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
     prompt = tokenizer.decode(ids, skip_special_tokens=False)
-    for value, name in {"61 dB": "Ostra", "74 dB": "Velta"}.items():
-        assert value in prompt, prompt
-        before = prompt[: prompt.index(value)]
-        assert before.rfind("Band saw") == before.rfind(f"Band saw {name}"), (value, prompt)
+    before = prompt[: prompt.index("61 dB")]
+    assert before.rfind("Band saw") == before.rfind("Band saw Ostra") > 0, prompt
+    assert "\n\n[Band saw Ostra" in before, prompt
     texts = [one["text_preview"] for one in reply.json()["ragcache"]["citations"]]
     assert texts
     assert not any("[Band saw" in text for text in texts)
