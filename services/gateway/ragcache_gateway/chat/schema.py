@@ -240,9 +240,9 @@ class RagCacheOptions(SearchOptions):
         default=None,
         description=(
             "system-first: the prompt begins with the system prompt. documents-first: the system "
-            "prompt follows the documents, but for its stable_prefix, so that a date or a user in "
-            "it does not prevent the reuse of their KV; the answer may differ, because models "
-            "attend to positions differently. Default: the platform's setting."
+            "prompt follows the documents, but for its stable_prefix. A date or a user in it then "
+            "does not prevent the reuse of their KV. The answer may differ. Default: the "
+            "platform's setting."
         ),
     )
     cite: Literal["inline"] | None = Field(
