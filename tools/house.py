@@ -25,12 +25,12 @@ PRODUCT: Final = ("core", "wire", "kv", "operator", "services", "cli")
 RETRIEVER: Final = "services/retriever"
 MOST_ARGUMENTS: Final = 6
 BOUNDS: Final = {
-    "product_lines": 91_200,
-    "retriever_lines": 14_250,
-    "test_lines": 85_650,
-    "bench_lines": 12_600,
+    "product_lines": 99_250,
+    "retriever_lines": 14_750,
+    "test_lines": 91_750,
+    "bench_lines": 13_550,
     "tools_lines": 7_900,
-    "modules": 520,
+    "modules": 570,
     "long_argument_lists": 0,
     "duplicate_class_names": 0,
     "import_cycles": 0,

@@ -132,10 +132,10 @@ def main_part(body: HtmlElement) -> HtmlElement:
     own_chars = {one.element: one.own_chars for one in inner}
     declared = min(_MIN_MAIN_CHARS, _MIN_MAIN_SHARE * whole.own_chars)
     likely = _MIN_LIKELY_SHARE * whole.own_chars
-    for i, one in enumerate(candidates):
+    for i, part in enumerate(candidates):
         enough = declared if i < len(_DECLARED) else likely
-        if one is not None and one is not body and own_chars[one] >= enough:
-            return one
+        if part is not None and part is not body and own_chars[part] >= enough:
+            return part
     if whole.own_chars >= _MIN_MAIN_CHARS:
         _remove_lists_of_links(body)
     return body
