@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Set
+from dataclasses import replace
 from typing import Final
 
 from ragcache_gateway.extraction.encodings import decoded
 from ragcache_gateway.extraction.extracted import ExtractedText, UnreadableDocument, cleaned
+from ragcache_gateway.extraction.markdown import read_markdown
 
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})(.*)")
 _IMPORT = re.compile(r"import\s+(?:[\w*{$]|[\"'])")
@@ -84,7 +86,7 @@ def read_mdx(content: bytes) -> ExtractedText:
     text = cleaned("\n\n".join(_blocks(text)))
     if not text:
         raise UnreadableDocument("has no text", "send a page with text")
-    return ExtractedText(text, markdown=True, warnings=warnings)
+    return replace(read_markdown(text.encode()), warnings=warnings)
 
 
 def _blocks(text: str) -> Iterator[str]:

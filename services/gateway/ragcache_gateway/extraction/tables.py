@@ -24,7 +24,7 @@ def read_csv(content: bytes) -> ExtractedText:
     columns are left out.
     """
     text, warnings = decoded(content)
-    csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))
+    csv.field_size_limit(max(len(text), csv.field_size_limit()))  # it is one for the process
     try:
         rows = [[" ".join(cell.split()) for cell in row] for row in _rows(text)]
     except csv.Error as error:

@@ -48,6 +48,11 @@ def test_sentences_with_such_words_stay(sentence: str) -> None:
     assert text_of(sentence) == sentence
 
 
+def test_front_matter_gives_title_and_metadata() -> None:
+    read = read_mdx(b"---\ntitle: Ports\ntags: [net]\n---\n\n<Note>Open 8080.</Note>\n")
+    assert (read.title, read.metadata, read.text) == ("Ports", {"tags": ["net"]}, "Open 8080.")
+
+
 def test_the_text_of_elements_stays() -> None:
     source = """<Tabs values={[{label: 'a', value: {x: 1}}]} onChange={(e) => { go("<b>") }}>
   <TabItem value="npm" label="npm">
@@ -98,7 +103,6 @@ def test_tags_go_and_their_text_stays(source: str, text: str) -> None:
         "```jsx\nimport A from 'a'\n<A>{x}</A>\n```",
         "~~~\n<b>\n```\n~~~",
         "- one\n  - two",
-        "---\ntitle: '<b>'\n---\n\nText.",
     ],
 )
 def test_code_and_other_marks_stay(source: str) -> None:
