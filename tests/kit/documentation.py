@@ -336,8 +336,9 @@ def write_reader_folder(folder: Path) -> None:
         (folder / name / "billing.md").write_text("# Billing\n\nBilling runs in eu-north.\n")
         (folder / name / "search.md").write_text("# Search\n\nSearch runs in us-east.\n")
     (folder / "a.md").write_text("# Alerts\n\nAlerts go to the pager.\n")
-    for name in ("b.pdf", "report.pdf"):
+    for name in ("b.pdf", "contract.pdf", "report.pdf"):
         (folder / name).write_bytes(pdf(["Backups run at night."], title="Report"))
+    (folder / "notes.txt").write_text("The café opens at noon.\n", encoding="cp850")
     line = {"id": "duty", "text": "Duty changes on Monday."}
     (folder / "data.jsonl").write_text(json.dumps(line) + "\n")
     question = {"question": "Where does billing run?"}

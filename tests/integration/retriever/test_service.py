@@ -173,7 +173,7 @@ async def test_a_reply_holds_no_more_chunks_than_fit_into_a_message(
     assert reply.document.num_chunks == len(reply.chunks) > 1
     first = reply.chunks[0]
     monkeypatch.setattr(service, "MAX_CHUNKS_BYTES", len(first) + 2)
-    changed = document("a", service_page("a", "north"), metadata={"k": "v"})
+    changed = document("a", service_page("a", "north"), metadata=json.dumps({"k": "v"}))
     again = await client.upsert_document(changed)
     assert list(again.chunks) == [first]
     monkeypatch.setattr(outbox, "DELETE_CHUNKS", 1)
