@@ -23,6 +23,7 @@ _CODE_COLUMNS: Final = 4
 """Code without a fence is indented by so many columns more than the text around it."""
 
 _MAX_COLUMNS: Final = 256
+_BLANK: Final = re.compile(r"\s++")
 _SPECIAL_STARTS: Final = frozenset(" \t`~#<>[-*+0123456789")
 """Lines that begin with other characters are text or rows of a table."""
 
@@ -145,9 +146,13 @@ class _Scanner:
         if (front := front_matter(text)) is not None:
             yield _block(text, 0, front.whole_end, BlockKind.CODE)
             position = front.whole_end
+        line_end = 0
         while position < len(text):
-            end = _line_end(text, position)
-            if text[position:end].isspace():
+            # Not once for each block of a line, which may be as long as the document.
+            if position >= line_end:
+                line_end = _line_end(text, position)
+            end = line_end
+            if _BLANK.fullmatch(text, position, end):
                 yield from self._finished()
             elif (block := self._setext_heading(position, end)) is not None:
                 self._start = None

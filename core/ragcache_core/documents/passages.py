@@ -43,7 +43,9 @@ def document_name(document_id: str, title: str) -> str:
     name = last.removesuffix(last[-len(suffix) :]) if (suffix := suffix_of(last)) else last
     parts = _ID_PARTS.split(name)
     has_word = any(_WORD.fullmatch(part) for part in parts)
-    is_hex = all(_HEX_DIGITS.fullmatch(part) for part in parts if part)
+    # "feed", "cafe" and "decade" are words: a hash has digits.
+    has_digit = any(character.isdigit() for character in name)
+    is_hex = has_digit and all(_HEX_DIGITS.fullmatch(part) for part in parts if part)
     return name if has_word and not is_hex else ""
 
 

@@ -89,7 +89,7 @@ def merged_legs(
 
 
 def fused_scores(candidates: Candidates, lexical_weight: float) -> Scores:
-    """Return the fused score of each candidate, shape (n,).
+    """Return the fused score of each candidate, shape (n,), before it is raised for identifiers.
 
     A leg that has not found a candidate gives it 0, and so does a leg without hits.
 
@@ -99,7 +99,7 @@ def fused_scores(candidates: Candidates, lexical_weight: float) -> Scores:
     dense = share_of_best(candidates.dense)
     lexical = share_of_best(candidates.lexical)
     fused: Scores = (1.0 - lexical_weight) * dense + lexical_weight * lexical
-    return raised_scores(fused, candidates.num_identifiers, most=1.0)
+    return fused
 
 
 def raised_scores(scores: Scores, num_identifiers: Rows, most: float = math.inf) -> Scores:
@@ -137,6 +137,7 @@ def best_order(
     ``SCORE_STEP`` are ties: embeddings of one text in two batches differ as much.
 
     Args:
+        scores: Not raised. Raised ones are equal where a chunk without the identifier has most.
         positions: Returns document id and ordinal of rows. It is asked about ties only.
     """
     steps = np.round(scores / SCORE_STEP)

@@ -72,7 +72,10 @@ _MIN_DECIDING_DIGITS = 3
 """Names of few digits, such as "IL-6" and "2.5", are written in several ways or are amounts."""
 _CODE = re.compile(r"\d{5,}|(?=.*\d)(?=.*[^\W\d]).*")
 """A word that is an identifier: it has letters and digits, or more digits than a year."""
-_NUMBERED = re.compile(r"([^\W\d_]{3,}) +([A-HJ-Z]|\d{1,4})(?![^\W_]|[-.,:/'+#]+[^\W_]|[+#])")
+# A match begins with the first letter of a word, so that each word is read once.
+_NUMBERED = re.compile(
+    r"(?<![^\W\d_])([^\W\d_]{3,}+) ++([A-HJ-Z]|\d{1,4})(?![^\W_]|[-.,:/'+#]+[^\W_]|[+#])"
+)
 _OPENING, _CLOSING = "([{<\"'`*", ")]}>\"'`*.,;:!?"
 
 
@@ -127,7 +130,7 @@ def _unspaced_terms(run: str) -> Iterator[str]:
 def _spaced_terms(token: str) -> Iterator[str]:
     """Yield the terms of characters without a space between them."""
     for word in _WORD.findall(token):
-        if _CODE.fullmatch(word):
+        if len(word) <= MAX_TERM_CHARACTERS and _CODE.fullmatch(word):
             yield word + IDENTIFIER_MARK
         else:
             yield word[:MAX_TERM_CHARACTERS]

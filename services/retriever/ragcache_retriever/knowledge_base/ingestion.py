@@ -152,7 +152,7 @@ class Ingestion:
             stored = StoredDocument(
                 document, content_hash, len(served.chunks), updated_unix_ms, prepared
             )
-            texts = _passage_texts(document, served, generations[0])
+            texts = await self._threads.read(_passage_texts, document, served, generations[0])
             return UpsertResult(stored, True, change.deletes, change.sequence, texts)
 
     def _known_embeddings(self, collection: str, present: StoredDocument) -> dict[str, Vectors]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -75,8 +76,9 @@ class CandidatePool:
         if row not in self._names:
             chunk = self._stored[row]
             if chunk.title == chunk.document_id:
+                # A digest, because a search may compare hundreds of documents of megabytes.
                 text = self._chunks.store.reads.document_text(row) or ""
-                self._names[row] = (comparable(text),)
+                self._names[row] = hashlib.sha256(comparable(text).encode()).digest()
             else:
                 self._names[row] = comparable(chunk.title)
         return self._names[row]

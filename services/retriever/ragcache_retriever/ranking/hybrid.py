@@ -30,6 +30,7 @@ from ragcache_core.retrieval.fusion import (
     merged_legs,
     raised_scores,
 )
+from ragcache_core.retrieval.lexical.terms import is_identifier
 from ragcache_core.retrieval.stage_counts import StageCounts
 from ragcache_retriever.ranking.candidates import CandidatePool
 from ragcache_retriever.ranking.rerankers import MAX_RERANKED, Reranker
@@ -194,11 +195,11 @@ class _HybridSearch:
             allowed=self._chunks.allowed,
             cancelled=self._search.cancelled,
         )
-        found = find(num_hits + 1)
-        if len(found) <= num_hits or _rank_key(found[-1]) > _rank_key(found[-2]):
-            return found[:num_hits]
-        last = _rank_key(found[-1])
-        return [hit for hit in find(_LEG_GROWTH * num_hits) if _rank_key(hit) <= last]
+        found = find(_LEG_GROWTH * num_hits)
+        if len(found) <= num_hits:
+            return found
+        last = _rank_key(found[num_hits - 1])
+        return [hit for hit in found if _rank_key(hit) <= last]
 
     def _has_words(self, timeout_s: float) -> bool:
         """Wait for the lexical leg, and return whether it has ended or does not run."""
@@ -246,6 +247,8 @@ class _HybridSearch:
             np.array([hit.score for hit in lexical or ()], np.float64),
             np.array([hit.num_identifiers for hit in lexical or ()], np.int64),
         )
+        if lexical and len(lexical) >= LEG_HITS and lexical[-1].num_identifiers:
+            self._count_identifiers(merged)
         is_unknown = np.isnan(merged.dense)
         if self._search.vector is not None and weight < 1.0 and is_unknown.any():
             # Hits of the lexical leg alone have a similarity, too.
@@ -254,7 +257,27 @@ class _HybridSearch:
             merged.dense[is_unknown] = np.where(vectors.any(axis=1), similarities, np.nan)
         scores = fused_scores(merged, weight)
         order = best_order(scores, merged, self._pool.positions)
-        return merged.taken(order), scores[order]
+        raised = raised_scores(scores, merged.num_identifiers, most=1.0)
+        return merged.taken(order), raised[order]
+
+    def _count_identifiers(self, merged: Candidates) -> None:
+        """Set the identifiers of hits that the lexical leg did not return for lack of space."""
+        is_unknown = merged.lexical_ranks == 0
+        names = [term for term in self._terms if is_identifier(term)]
+        rows = merged.rows[is_unknown]
+        try:
+            found = self._chunks.store.lexical.hits(
+                self._chunks.generation,
+                names,
+                len(rows),
+                allowed=np.sort(rows),
+                cancelled=self._search.cancelled,
+            )
+        except RagCacheError as error:
+            log.warning("search: identifiers not counted error=%s", error)
+            return
+        counts = {hit.row: hit.num_identifiers for hit in found}
+        merged.num_identifiers[is_unknown] = [counts.get(row, 0) for row in rows.tolist()]
 
     def _reranker_scores(self, candidates: Candidates) -> dict[int, float]:
         """Return the reranker's scores of the first MAX_RERANKED candidates, by row."""

@@ -39,6 +39,12 @@ def question_terms(question: str) -> list[str]:
     kept = [term for term in terms if term not in _COMMON] or terms
     if len(kept) <= MAX_TERMS:
         return kept
-    best = sorted(kept, key=lambda term: (not is_identifier(term), -len(term), term))
+    # Of terms of one length every other one comes first: pairs of characters overlap, and every
+    # other one covers the whole question.
+    place = {term: i for i, term in enumerate(kept)}
+    best = sorted(
+        kept,
+        key=lambda term: (not is_identifier(term), -len(term), place[term] % 2, place[term]),
+    )
     chosen = set(best[:MAX_TERMS])
     return [term for term in kept if term in chosen]

@@ -45,6 +45,7 @@ def test_label_names_what_the_chunk_does_not(
         ("notes-v1.2", "notes-v1.2"),
         ("C#/delegates", "delegates"),
         ("取扱説明書.pdf", "取扱説明書"),
+        ("api/feed.md", "feed"),
         ("17", ""),
         ("2024-11-27", ""),
         ("0b5c1f3e-90ab-4cde-8fed-facedeadbeef", ""),

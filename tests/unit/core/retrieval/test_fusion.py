@@ -97,8 +97,9 @@ def test_chunks_with_more_identifiers_come_first_with_higher_scores(
     dense: Leg, lexical: Leg, weight: float, num_identifiers: dict[int, int]
 ) -> None:
     candidates = merged(dense, lexical, num_identifiers)
-    scores = fused_scores(candidates, weight)
-    order = best_order(scores, candidates, by_row)
+    fused = fused_scores(candidates, weight)
+    order = best_order(fused, candidates, by_row)
+    scores = raised_scores(fused, candidates.num_identifiers, most=1.0)
     counts = candidates.num_identifiers[order].tolist()
     assert counts == sorted(counts, reverse=True)
     assert (np.diff(scores[order]) <= SCORE_STEP).all()
@@ -113,7 +114,9 @@ def test_identifiers_of_other_chunks_change_no_score(
     without = fused_scores(merged(dense, lexical), weight)
     candidates = merged(dense, lexical, {row: 1})
     others = candidates.rows != row
-    assert fused_scores(candidates, weight)[others].tolist() == without[others].tolist()
+    scores = fused_scores(candidates, weight)
+    raised = raised_scores(scores, candidates.num_identifiers, most=1.0)
+    assert raised[others].tolist() == without[others].tolist()
 
 
 def test_scores_without_a_bound_are_raised_by_the_best_of_the_others() -> None:

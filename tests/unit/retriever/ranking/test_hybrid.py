@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from ragcache_core.errors import Unavailable
 from ragcache_core.retrieval.fusion import Scores
 from ragcache_retriever.ranking import hybrid
+from ragcache_retriever.ranking.candidates import CandidatePool
 from ragcache_retriever.ranking.hybrid import LEG_HITS, HybridRanking
 from ragcache_retriever.ranking.rerankers import MAX_RERANKED, CandidateText
 from ragcache_retriever.ranking.search import Search, SearchedChunks, SearchMode
@@ -475,3 +477,59 @@ def test_further_hits_are_not_reranked(store: DocumentStore) -> None:
     assert [i // 30 for i in pages.indexes(final)] == [1, 0, *range(2, 10)]
     assert reranker.num_calls == 1
     ranking.close()
+
+
+def test_chunks_with_the_identifier_keep_their_order_after_a_page_that_is_best_in_both_legs(
+    ranking: HybridRanking, store: DocumentStore
+) -> None:
+    texts = [
+        "install, start, monitor, update, remove the agent",
+        "Notes for 3.11.2 of many other things and of bread",
+        "start agent 3.11.2",
+        *(f"bread {i}" for i in range(30)),
+    ]
+    vectors = [ALONG, unit(0.1, 1, 0, 0), unit(1, 0.5, 0, 0), *[unit(0, 0, 1, 0)] * 30]
+    pages = ranked_collection(store, texts, vectors)
+    question = "How do I install, start, monitor, update and remove the agent 3.11.2?"
+    *_, final = pages.search(ranking, question, ALONG, top_k=3)
+    assert pages.indexes(final) == [2, 1, 0]
+
+
+def test_the_nearest_of_many_chunks_with_the_identifier_is_found(
+    ranking: HybridRanking, store: DocumentStore
+) -> None:
+    num_pages = LEG_HITS + 4
+    texts = [f"config.yaml part {'filler ' * i}" for i in range(num_pages)]
+    texts += ["bread"] * (num_pages + 1)
+    vectors = [unit(0, 1, 0, 0)] * (num_pages - 1) + [ALONG]
+    vectors += [unit(0, 0, 1, 0)] * (num_pages + 1)
+    pages = ranked_collection(store, texts, vectors)
+    *_, final = pages.search(ranking, "config.yaml", ALONG, top_k=3)
+    assert pages.indexes(final)[0] == num_pages - 1
+
+
+def test_the_lexical_leg_asks_the_database_once(
+    ranking: HybridRanking, store: DocumentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"lease x{i:03}" for i in range(LEG_HITS + 30)]
+    pages = ranked_collection(store, texts, [ALONG] * len(texts))
+    asked: list[int] = []
+    hits = store.lexical.hits
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        asked.append(args[2])
+        return hits(*args, **kwargs)
+
+    monkeypatch.setattr(store.lexical, "hits", counted)
+    *_, final = pages.search(ranking, "lease", top_k=3)
+    assert len(final.hits) == 3
+    assert len(asked) == 1
+
+
+def test_a_long_document_is_remembered_by_a_digest(store: DocumentStore) -> None:
+    pages = ranked_collection(store, ["lease " * 10_000], [ALONG])
+    [row] = pages.rows
+    chunks = SearchedChunks(store, pages.generation, None, lexical_weight=1.0)
+    pool = CandidatePool(chunks, 0)
+    pool.read([row])
+    assert sys.getsizeof(pool.document_name(row)) < 200

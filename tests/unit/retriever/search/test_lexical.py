@@ -36,3 +36,8 @@ def test_terms_are_distinct_and_not_empty_whatever_the_question(question: str) -
     terms = question_terms(question)
     assert all(terms)
     assert len(set(terms)) == len(terms) <= MAX_TERMS
+
+
+def test_a_long_question_without_spaces_keeps_all_its_characters() -> None:
+    question = "".join(chr(0x4E00 + 97 * i % 5000) for i in range(60))
+    assert set("".join(question_terms(question))) == set(question)

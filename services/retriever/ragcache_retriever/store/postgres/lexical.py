@@ -40,6 +40,9 @@ LIMIT_S = 1.0
 LOOKUP_COST = 8
 """Rows of a word that are read in the time in which one row is looked up."""
 
+TEXTS_AT_ONCE = 256
+"""Chunks of one statement. A character of Chinese is two terms, and each takes 100 bytes here."""
+
 _ASKED = """
 SELECT num_chunks, num_words,
     ARRAY(SELECT DISTINCT (ts_lexize('ragcache_stems', word))[1]
@@ -106,6 +109,10 @@ class PostgresLexical(LexicalTables):
 
     @override
     def add(self, generation: int, texts: Sequence[LexicalText]) -> None:
+        for first in range(0, len(texts), TEXTS_AT_ONCE):
+            self._add(generation, texts[first : first + TEXTS_AT_ONCE])
+
+    def _add(self, generation: int, texts: Sequence[LexicalText]) -> None:
         rows: list[int] = []
         words: list[str] = []
         frequencies: list[float] = []

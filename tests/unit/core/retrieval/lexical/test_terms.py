@@ -120,3 +120,13 @@ def test_the_terms_of_words_are_terms_of_their_text(words: list[str]) -> None:
 def test_a_word_keeps_the_number_or_letter_after_it(text: str, expected: list[str]) -> None:
     found = [term for term in terms_of(text) if "#" in term]
     assert [term for term in found if not term.endswith(IDENTIFIER_MARK)] == expected
+
+
+@pytest.mark.parametrize("text", ["a" * 1_000_000, "\u0e01" * 1_000_000, "abc" + " " * 1_000_000])
+def test_a_text_of_one_word_takes_no_hours(text: str) -> None:
+    assert len(terms_of(text)) < 3 * len(text)
+
+
+@pytest.mark.parametrize("word", ["ab1" * 2000, "1" * 6000, "a" * 6000])
+def test_a_long_word_becomes_a_term_that_an_index_can_hold(word: str) -> None:
+    assert terms_of(word) == [word[:MAX_TERM_CHARACTERS]]
