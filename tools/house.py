@@ -25,9 +25,9 @@ PRODUCT: Final = ("core", "wire", "kv", "operator", "services", "cli")
 RETRIEVER: Final = "services/retriever"
 MOST_ARGUMENTS: Final = 6
 BOUNDS: Final = {
-    "product_lines": 99_250,
+    "product_lines": 99_500,
     "retriever_lines": 14_750,
-    "test_lines": 91_750,
+    "test_lines": 92_000,
     "bench_lines": 13_550,
     "tools_lines": 7_900,
     "modules": 570,

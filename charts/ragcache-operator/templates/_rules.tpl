@@ -42,10 +42,11 @@
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get, list, watch, patch, delete]
-# For the cause of a failed start, and for the progress of a sync.
+# For the cause of a failed start, and for the progress of a sync. A StatefulSet that is replaced
+# releases its pods, which the operator deletes if the RagCache is deleted meanwhile.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch]
+  verbs: [get, list, watch, delete]
 - apiGroups: [""]
   resources: [pods/log]
   verbs: [get]

@@ -100,7 +100,7 @@ async def ingest(
 
     Args:
         on_done: Called after each document.
-        encoding: Of text, Markdown and HTML. Empty: the gateway finds it out.
+        encoding: Of text in all formats. Empty: the gateway finds it out.
 
     Raises:
         Unavailable: The gateway stopped answering.
@@ -255,7 +255,7 @@ def ingest_command(
         typer.Option("--output", "-o", help="json: a line per document, and then the counts."),
     ] = "text",
     encoding: Annotated[
-        str, typer.Option(help="Encoding of text, Markdown and HTML, such as cp1252.")
+        str, typer.Option(help="Encoding of text, Markdown, HTML and CSV, such as cp1252.")
     ] = "",
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 3 if a file was skipped or has failed.")

@@ -12,6 +12,7 @@ from ragcache_cli.sources.documents import DocumentFile, read_content, read_fiel
 from ragcache_cli.sources.reading import SourceContents
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_core.retrieval.metadata import texts_of
 
 OWNER = "ragcache-source"
 """Metadata key of the RagCollection that owns a document, as NAMESPACE/NAME."""
@@ -184,8 +185,11 @@ class OwnedDocument:
     @classmethod
     def of(cls, held: CollectionDocument) -> OwnedDocument:
         """Read it from the document's metadata."""
-        owner, origin, digest = (held.metadata.get(key, "") for key in (OWNER, ORIGIN, DIGEST))
-        return cls(owner, origin, digest, held.chunks, held.metadata.get(WARNINGS, ""))
+        owner, origin, digest, warnings = (
+            "\n".join(texts_of(held.metadata.get(key, "")))
+            for key in (OWNER, ORIGIN, DIGEST, WARNINGS)
+        )
+        return cls(owner, origin, digest, held.chunks, warnings)
 
 
 def said(error: RagCacheError) -> str:

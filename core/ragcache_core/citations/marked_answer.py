@@ -27,6 +27,9 @@ _NO_END: Final = re.compile(
 _UNMARKED: Final = ("|", "#")
 """What lines of tables and headings begin with."""
 
+_FENCE: Final = re.compile(r"(?:(?:[-*+>]|\d{1,3}[.)])\s+)*(`{3,}|~{3,})([^`]*)", re.DOTALL)
+"""A line that begins or ends a block of code, which may be in a list or a quote."""
+
 _NO_WORDS: Final = re.compile(r"^\W*\d{1,3}[.)]\s|\[\d+\]")
 """Numbers of lists and of the model's own citations."""
 
@@ -60,10 +63,12 @@ class MarkedAnswer:
     def __init__(self, index: SupportIndex) -> None:
         self._index = index
         self._sentence = ""
-        self._tail = ""  # the last characters of the sentence
-        self._length = 0  # of the text that was returned
-        self._start = 0  # of the sentence, in that text
-        self._in_code = False
+        self._tail = ""  # the last characters of the sentence.
+        self._length = 0  # of the text that was returned.
+        self._start = 0  # of the sentence, in that text.
+        self._fence = ""  # the beginning of the open block of code.
+        self._in_row = False  # whether the line is part of a table or a heading
+        self._is_first = True
         self.marks: list[Mark] = []
 
     def add(self, text: str) -> str:
@@ -98,10 +103,17 @@ class MarkedAnswer:
         sentence, start = self._sentence, self._start
         self._sentence, self._tail, self._start = "", "", self._length
         stripped = sentence.strip()
-        if stripped.startswith("```"):
-            self._in_code = not self._in_code
+        if self._is_first or "\n" in sentence:
+            self._in_row = stripped.startswith(_UNMARKED)
+        self._is_first = self._is_first and not stripped
+        if (fence := _FENCE.fullmatch(stripped)) is not None:
+            run, info = fence.groups()
+            if not self._fence:
+                self._fence = run
+            elif run.startswith(self._fence) and not info.strip():
+                self._fence = ""
             return ""
-        if self._in_code or not stripped or stripped.startswith(_UNMARKED):
+        if self._fence or self._in_row or not stripped:
             return ""
         if len(sentence) > _MAX_SENTENCE_CHARS:
             return ""

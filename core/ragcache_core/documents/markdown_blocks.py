@@ -36,6 +36,7 @@ _HTML_HEADING: Final = re.compile(
     r"<h([1-6])(?=[\s>])",
     re.IGNORECASE,
 )
+_HEADING_END: Final = re.compile("</h", re.IGNORECASE)
 _UNDERLINE: Final = re.compile(r" {0,3}(={2,}+|-{2,}+)[ \t]*$")
 _VERBATIM: Final = re.compile(r" {0,3}<(pre|script|style|textarea)(?=[\s>])", re.IGNORECASE)
 _COMMENT: Final = re.compile(r"[ \t]*+(?:>[ \t]*+){0,8}+(<!--)")
@@ -269,8 +270,8 @@ class _Scanner:
         if (tag := _HTML_HEADING.match(text, position, end)) is None:
             return None
         level = tag.group(1)
-        rest = text[tag.end() : tag.end() + _MAX_HEADING_CHARS].lower()
-        close = tag.end() + rest.find("</h") if "</h" in rest else -1
+        end_tag = _HEADING_END.search(text, tag.end(), tag.end() + _MAX_HEADING_CHARS)
+        close = -1 if end_tag is None else end_tag.start()
         begin = text.find(">", tag.end(), close) + 1 if close >= 0 else 0
         close_end = close + len("</h1>")
         if not begin or text[close + 3 : close_end] != f"{level}>":

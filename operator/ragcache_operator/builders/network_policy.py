@@ -168,7 +168,7 @@ def _egress(cache: RagCache, component: str, placement: PlatformPlacement) -> li
     if component == "gateway":
         urls = [engine.url for engine in cache.spec.engines if engine.url is not None]
         rules += [rule for url in urls for rule in _to_url(url, placement)]
-    if component != "cachestore":
+    if component != "cachestore" or cache.spec.telemetry.otlp is not None:
         rules += [rule for url in proxy_urls(cache) for rule in _to_url(url, placement)]
     otlp = cache.spec.telemetry.otlp
     if otlp is not None:

@@ -61,7 +61,18 @@ def proxy_urls(cache: RagCache) -> list[str]:
     """Return the URLs of proxies and of a mirror of the hub. Those in Secrets are unknown."""
     values = shared_environment(cache, is_cluster=True)
     found = (value for name, value in values.items() if name.upper() in _ADDRESSES)
-    return sorted({url for url in found if isinstance(url, str) and urlsplit(url).hostname})
+    return sorted({url for value in found if isinstance(value, str) and (url := _url(value))})
+
+
+def _url(value: str) -> str | None:
+    """Return a value of ``spec.env`` as a URL, or None. A proxy may lack its scheme."""
+    url = value if "://" in value else f"http://{value}"
+    try:
+        parts = urlsplit(url)
+        is_whole = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return None
+    return url if is_whole else None
 
 
 def _value(variable: EnvVarSpec) -> EnvValue:

@@ -20,7 +20,7 @@ from ragcache_operator.builders.keys import (
 from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.kube.api import Api, ApiError, Conflict
 from ragcache_operator.kube.drift import removal_patch
-from ragcache_operator.kube.resources import CLAIMS, SECRETS, Object, identity, resource_of
+from ragcache_operator.kube.resources import CLAIMS, PODS, SECRETS, Object, identity, resource_of
 from ragcache_operator.metrics import Metrics
 from ragcache_operator.reconcile.actions import (
     CorrectDrift,
@@ -205,11 +205,12 @@ class ChildWriter:
         await self._api.delete(resource_of(obj), meta["name"], meta["namespace"], "Orphan")
 
     async def delete(self, obj: Object) -> None:
-        """Delete a child or a volume claim, unless it is already being deleted."""
+        """Delete a child, a volume claim or a pod, unless it is already being deleted."""
         meta = obj["metadata"]
         if "deletionTimestamp" in meta:
             return
-        resource = CLAIMS if obj["kind"] == CLAIMS.kind else self._children.resource(obj)
+        others = {resource.kind: resource for resource in (CLAIMS, PODS)}
+        resource = others.get(obj["kind"]) or self._children.resource(obj)
         if not await self._api.delete(resource, meta["name"], meta["namespace"]):
             self._children.record_delete(obj)
 

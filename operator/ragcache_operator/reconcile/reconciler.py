@@ -98,6 +98,8 @@ class CacheReconciler:
         for obj in sorted(owned, key=lambda obj: obj["kind"] not in WORKLOADS):
             await self._writer.delete(obj)
         pods = self._children.list_for(owner, "Pod")
+        if not owned:
+            await self._delete_released_pods(owner, pods)
         # Sync pods belong to RagCollections. They end without a gateway.
         if owned or any(component_of(pod) in COMPONENTS for pod in pods):
             if _deletes_data(body):
@@ -112,6 +114,14 @@ class CacheReconciler:
             message = f"dataPolicy Retain keeps {names}"
             post_event(ObjectEvent("Normal", "DataRetained", message))
         return True
+
+    async def _delete_released_pods(self, owner: Owner, pods: Sequence[Object]) -> None:
+        """Delete pods that a StatefulSet released when it was replaced. Nothing else would."""
+        pattern = re.compile(rf"{re.escape(owner[1])}-(retriever|cachestore)-\d+")
+        for pod in pods:
+            meta = pod["metadata"]
+            if pattern.fullmatch(meta["name"]) and not meta.get("ownerReferences"):
+                await self._writer.delete(pod)
 
     def _claims(self, owner: Owner) -> list[Object]:
         """Return the workloads' volume claims. Users may own other claims with our labels."""

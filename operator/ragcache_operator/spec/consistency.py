@@ -334,7 +334,8 @@ CONSISTENCY: tuple[Rule, ...] = (
     cel_rule(
         EnvVarSpec,
         "name",
-        "!self.name.startsWith('RAGCACHE_') && self.name != 'POD_NAME'",
+        "!self.name.startsWith('RAGCACHE_') && !self.name.startsWith('ragcache_')"
+        " && self.name != 'POD_NAME'",
         "is set by other fields of the RagCache",
         "use those fields, or another name",
     ),

@@ -41,8 +41,8 @@ HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?"
 CLAIM_FOLDER = rf"{SUBDOMAIN}(/{RELATIVE_PATH})?"
 """A volume claim, or a folder of it."""
 LOCAL_FOLDER = r"[^\n]+"
-HTTP_URL = r"https?://[^\s/?#@]+(/[^\s?#]*)?"
 _PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+HTTP_URL = rf"https?://([^\s/?#@:\[\]]+|\[[0-9A-Fa-f:.]+\])(:{_PORT})?(/[^\s?#]*)?"
 
 
 def validation_error(problem: str, fix: str) -> PydanticCustomError:

@@ -7,6 +7,7 @@ import pytest
 from harness.cluster.control_plane import ControlPlane
 from ragcache_operator.kube.resources import (
     CLAIMS,
+    PODS,
     RAG_CACHES,
     STATEFUL_SETS,
     Object,
@@ -16,6 +17,7 @@ from ragcache_operator.reconcile.state import ReconcileState
 from ragcache_operator.reconcile.volumes import VOLUMES_RESIZED
 from ragcache_operator.status.conditions import find
 from tests.integration.operator.operator_pass import NAMESPACE, Operator, operator
+from tests.kit.wait import until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -115,6 +117,42 @@ async def test_a_larger_size_grows_the_claim_and_replaces_the_stateful_set(
         assert condition is not None
         assert (condition["status"], condition["reason"]) == ("True", "Resized")
         assert await it.reconcile("grows", state) == []
+
+
+async def test_pods_that_a_replaced_stateful_set_released_go_with_a_deleted_object(
+    plane: ControlPlane,
+) -> None:
+    async with operator(plane) as it:
+        state = ReconcileState()
+        await it.make("leaves")
+        await it.reconcile("leaves", state)
+        await make_bound_claim(it, "leaves", "leaves-retriever", grows=True)
+        like = {
+            "kind": STATEFUL_SETS.kind,
+            "metadata": {"name": "leaves-retriever", "namespace": NAMESPACE},
+        }
+        live = it.children.get(like)
+        assert live is not None
+        labels = live["spec"]["template"]["metadata"]["labels"]
+        pod = {
+            "apiVersion": "v1",
+            "kind": PODS.kind,
+            "metadata": {"name": "leaves-retriever-0", "namespace": NAMESPACE, "labels": labels},
+            "spec": {"containers": [{"name": "retriever", "image": "none"}]},
+        }
+        made = await it.admin.create(PODS, pod)
+        await it.until_seen(lambda: it.children.get(made) is not None)
+        await grow(it, "leaves", "20Gi")
+        await it.reconcile("leaves", state)
+        await orphan(it, "leaves-retriever")
+        body = await it.admin.get(RAG_CACHES, "leaves", NAMESPACE)
+        assert body is not None
+
+        async def is_gone() -> bool:
+            await it.reconciler.remove(body, lambda _: None)
+            return await it.admin.get(PODS, "leaves-retriever-0", NAMESPACE) is None
+
+        await until(is_gone, "the pod is deleted")
 
 
 async def test_a_class_that_cannot_grow_is_named_in_a_condition_and_blocks_nothing_else(

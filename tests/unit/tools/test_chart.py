@@ -371,7 +371,7 @@ def test_every_kind_of_child_can_be_applied_and_deleted() -> None:
         needed = {"get", "list", "watch", "create", "patch", "delete"}
         assert allowed[child.group, child.plural] == needed
     assert allowed["", "persistentvolumeclaims"] == {"get", "list", "watch", "patch", "delete"}
-    assert allowed["", "pods"] == {"get", "list", "watch"}
+    assert allowed["", "pods"] == {"get", "list", "watch", "delete"}
 
 
 def test_user_roles_cover_both_kinds_and_nothing_else() -> None:

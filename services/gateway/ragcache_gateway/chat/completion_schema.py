@@ -71,6 +71,8 @@ class CompletionRequest(EndpointRequest):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> CompletionRequest:
+        if self.ragcache.layout:
+            raise InvalidInput("ragcache.layout", "is for chats and responses", "leave it out")
         if self.ragcache.cite:
             raise InvalidInput("ragcache.cite", "is for chats and responses", "leave it out")
         if not self.retrieves():

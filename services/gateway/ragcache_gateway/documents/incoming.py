@@ -123,7 +123,7 @@ def _warnings_of(text: str) -> tuple[str, ...]:
     count = text.count("\ufffd")
     if not count:
         return ()
-    return (f"the text has {count} replacement characters (U+FFFD), which an earlier tool put in",)
+    return (f"the text has {count} replacement characters (U+FFFD) for characters that were lost",)
 
 
 def text_document(fields: DocumentFields, text: str) -> IncomingDocument:

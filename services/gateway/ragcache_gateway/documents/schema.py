@@ -105,7 +105,7 @@ class FileFields(DocumentFields):
 
     encoding: Annotated[str, AfterValidator(_known_encoding)] | None = Field(
         default=None,
-        description="Of text, Markdown or HTML. Left out: by its mark, UTF-8, or a guess that "
+        description="Of text, Markdown, HTML or CSV. Left out: by its mark, UTF-8, or a guess that "
         "`warnings` names.",
     )
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import encodings
+import pkgutil
 import re
+from encodings.aliases import aliases
 from typing import Final
 
 from charset_normalizer import from_bytes
@@ -24,14 +27,21 @@ _GUESSED: Final = (
 )
 _WESTERN: Final = "cp1252"
 _UNSAFE: Final = frozenset(
-    {"idna", "punycode", "undefined", "unicode_escape", "raw_unicode_escape"}
+    {"idna", "punycode", "undefined", "unicode_escape", "raw_unicode_escape", "utf_7"}
 )
-"""Codecs that are no encodings of files, or that take quadratic time."""
+"""Codecs that are no encodings of files, take quadratic time, or give halves of characters."""
+
+_NAMES: Final = frozenset(
+    (*aliases, *aliases.values(), *(one.name for one in pkgutil.iter_modules(encodings.__path__)))
+)
+"""Python remembers each other name that is looked up for ever."""
 
 _BINARY: Final = (
     "is binary (it contains NUL bytes)",
     "send text, or name its encoding or format",
 )
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+_MIN_RIGHT: Final = 4
 _MAX_GUESSED_BYTES: Final = 1 << 16
 _SAMPLE_BYTES: Final = 1 << 12
 _MIN_ZEROS: Final = 0.3
@@ -40,6 +50,8 @@ _MIN_ZEROS: Final = 0.3
 
 def is_encoding(name: str) -> bool:
     """Whether files can be decoded by an encoding of this name."""
+    if encodings.normalize_encoding(name).lower() not in _NAMES:
+        return False
     try:
         info = codecs.lookup(name)
     except (LookupError, ValueError):
@@ -108,6 +120,8 @@ def decode_guessed(content: bytes) -> tuple[str, str]:
         UnreadableDocument: It is no text.
     """
     is_wide = b"\0" in content
+    if not is_wide and (text := _nearly_utf_8(content)) is not None:
+        return checked(text), "utf-8"
     encoding = _wide_encoding(content) if is_wide else _narrow_encoding(content)
     if encoding is None and is_wide:
         raise UnreadableDocument(*_BINARY)
@@ -123,6 +137,14 @@ def checked(text: str) -> str:
     if not text.strip():
         raise UnreadableDocument("is empty", "send a document with text")
     return text
+
+
+def _nearly_utf_8(content: bytes) -> str | None:
+    """Return text in UTF-8 of which few bytes are wrong, such as the end of a log that was cut."""
+    text = content.decode("utf-8", "replace")
+    wrong = text.count("\ufffd")
+    right = sum(1 for _ in _NOT_ASCII.finditer(text)) - wrong
+    return text if right > _MIN_RIGHT * wrong else None
 
 
 def _wide_encoding(content: bytes) -> str | None:

@@ -22,7 +22,8 @@ from ragcache_core.documents.markdown_blocks import (
     front_matter,
     markdown_blocks,
 )
-from ragcache_core.retrieval.metadata import MetadataValue
+from ragcache_core.errors import InvalidInput
+from ragcache_core.retrieval.metadata import MetadataValue, checked_metadata
 from ragcache_gateway.extraction.encodings import decoded
 from ragcache_gateway.extraction.extracted import (
     ExtractedText,
@@ -33,6 +34,9 @@ from ragcache_gateway.extraction.extracted import (
 
 _MAX_METADATA_BYTES: Final = 8 << 10
 """Most bytes of keys and values. The retriever takes twice as many."""
+
+_RESERVED: Final = "ragcache-"
+"""Names that begin so are those of the gateway and of ``ragcache sync``."""
 
 _SIGNS: Final = ("<!--", "]: #", "]: <")
 _INLINE: Final = re.compile(r"\\.|`++|<!--", re.DOTALL)
@@ -72,9 +76,7 @@ def read_markdown(content: bytes) -> ExtractedText:
         raise UnreadableDocument("has only comments", "add text to it")
     title = next((value for key, value in data.items() if key.lower() == "title"), "")
     metadata = {
-        cleaned(key): cleaned(value) if isinstance(value, str) else value
-        for key, value in data.items()
-        if key.lower() != "title"
+        cleaned(key): _cleaned_value(value) for key, value in data.items() if key.lower() != "title"
     }
     return ExtractedText(text, True, short_line(_as_text(title)), metadata, warnings)
 
@@ -84,6 +86,12 @@ def _as_text(value: MetadataValue) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ", ".join(map(_as_text, value)) if isinstance(value, list) else str(value)
+
+
+def _cleaned_value(value: MetadataValue) -> MetadataValue:
+    if isinstance(value, list):
+        return [cleaned(one) if isinstance(one, str) else one for one in value]
+    return cleaned(value) if isinstance(value, str) else value
 
 
 def _shown_parts(text: str) -> Iterator[str]:
@@ -132,8 +140,10 @@ def _data(text: str, front: FrontMatter) -> dict[str, MetadataValue] | None:
     """
     content = text[front.start : front.end]
     try:
-        data = _toml(content) if front.mark == "+++" else _yaml(content)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        found = _toml(content) if front.mark == "+++" else _yaml(content)
+        data = {key: one for key, one in found.items() if not key.lower().startswith(_RESERVED)}
+        checked_metadata("metadata", data)
+    except (yaml.YAMLError, ValueError, RecursionError, InvalidInput):
         return None
     num_bytes = sum(
         len(f"{key}{_as_text(value)}".encode(errors="replace")) for key, value in data.items()

@@ -15,7 +15,7 @@ from ragcache_gateway.extraction.encodings import decoded
 from ragcache_gateway.extraction.extracted import ExtractedText, UnreadableDocument, cleaned
 from ragcache_gateway.extraction.markdown import read_markdown
 
-_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})(.*)")
+_FENCE = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*(`{3,}|~{3,})(.*)")
 _IMPORT = re.compile(r"import\s+(?:[\w*{$]|[\"'])")
 _IMPORT_END = re.compile(r"[\"'][^\"']*[\"']\s*(?:with\s*\{.*\})?;?\s*$")
 _MAX_IMPORT_LINES: Final = 50

@@ -99,7 +99,10 @@ class _CellReader:
         if any(name.startswith(("image/", "png", "jpeg", "svg")) for name in data):
             self._num_images += 1
             return ""  # its text only names the object
-        return _joined(found).strip("\n")
+        text = _joined(found).strip("\n")
+        if not text and "data" in output and data:
+            self._num_images += 1
+        return text
 
 
 def _joined(source: str | list[str]) -> str:

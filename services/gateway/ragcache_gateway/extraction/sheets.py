@@ -20,9 +20,12 @@ _OVERLAP_BYTES: Final = 1 << 12
 _MERGE = re.compile(rb'<(?:\w+:)?mergeCell\b[^>]*?\bref="([A-Z]+)(\d+):([A-Z]+)(\d+)"')
 _HIDDEN_COLUMN = re.compile(rb'<(?:\w+:)?col\b(?=[^>]*\bhidden="(?:1|true)")[^>]*>')
 _NO_VALUE = re.compile(
+    # A text (str) without characters is a value, as in =IF(A1="", "", A1).
+    rb"<(?:\w+:)?c\b(?![^>]*\bt=[\"']str)[^>]*>\s*"
     rb"<(?:\w+:)?f\b[^>]*(?:/>|>[^<]*</(?:\w+:)?f>)\s*"
     rb"(?:</(?:\w+:)?c>|<(?:\w+:)?v\s*/>|<(?:\w+:)?v></)"
 )
+_LITERAL = re.compile(r'"[^"]*"|[\\_*].')
 _DRAWING = re.compile(rb"<(?:\w+:)?(?:drawing|picture)\b")
 _HEADER_SHARE: Final = 0.6
 """Share of a table's columns that its header row fills. Rows above it with fewer are no header."""
@@ -196,7 +199,9 @@ def shown(value: object, number_format: str) -> str:
 
 def _number(value: float, number_format: str) -> str:
     if "%" in number_format:
-        return f"{value * 100:.12g}%"
+        # A sign in quotes or after a backslash is shown, and the value stays what it is.
+        factor = 100 if "%" in _LITERAL.sub("", number_format) else 1
+        return f"{value * factor:.12g}%"
     digits = number_format.strip()
     if float(value).is_integer() and abs(value) < 1e15:
         whole = str(int(value))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from ragcache_gateway.extraction.extracted import cleaned, description, numbered
+
+_SMART_ART: Final = "{http://schemas.openxmlformats.org/drawingml/2006/diagram}relIds"
 
 
 def read_slides(content: bytes) -> tuple[str, list[str]]:
@@ -14,13 +16,15 @@ def read_slides(content: bytes) -> tuple[str, list[str]]:
     from pptx import Presentation  # noqa: PLC0415  in an optional extra
 
     texts: list[str] = []
-    hidden, without_text = [], []
+    hidden, without_text, drawn = [], [], []
     for number, slide in enumerate(Presentation(io.BytesIO(content)).slides, 1):
         if slide.element.get("show") in ("0", "false"):
             hidden.append(number)
             texts.append("")
             continue
         shapes = list(_in_order(slide.shapes))
+        if any(next(one.element.iter(_SMART_ART), None) is not None for one in shapes):
+            drawn.append(number)
         parts = [(_shape_text(one, slide), _is_picture(one)) for one in shapes]
         if any(is_picture for _, is_picture in parts) and not any(
             text for text, is_picture in parts if not is_picture
@@ -33,6 +37,9 @@ def read_slides(content: bytes) -> tuple[str, list[str]]:
     if without_text:
         where = numbered("slide", without_text)
         warnings.append(f"not read, since there are only images: {where}; add their text as notes")
+    if drawn:
+        where = numbered("slide", drawn)
+        warnings.append(f"SmartArt was not read: {where}; convert it to shapes")
     return "\n\f\n".join(texts) if any(texts) else "", warnings
 
 
@@ -82,16 +89,16 @@ def _table_text(table: Any) -> str:
 def _chart_text(chart: Any) -> str:
     """Return the numbers that a chart shows, as a table."""
     try:
-        plot = chart.plots[0]
-        names = [str(one) for one in plot.categories]
-        series = [(one.name, list(one.values)) for one in plot.series]
+        plots = list(chart.plots)
+        names = [str(one) for one in plots[0].categories]
+        series = [(one.name, list(one.values)) for plot in plots for one in plot.series]
     except (IndexError, KeyError, ValueError, AttributeError):
         return ""
     title = chart.chart_title.text_frame.text if chart.has_title else ""
     rows = [["", *(str(name) for name, _ in series)], ["---"] * (len(series) + 1)]
     for i, name in enumerate(names):
         values = (values[i] if i < len(values) else None for _, values in series)
-        rows.append([name, *("" if value is None else f"{value:g}" for value in values)])
+        rows.append([name, *("" if value is None else f"{value:.15g}" for value in values)])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return "\n\n".join(filter(None, (title, table)))
 

@@ -68,10 +68,9 @@ def _rows(text: str) -> list[list[str]]:
 
 def _delimiter(sample: str) -> str:
     """Return the delimiter that divides most rows into the same number of values."""
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, int] = {}
     for delimiter in _DELIMITERS:
         rows = list(csv.reader(io.StringIO(sample), delimiter=delimiter))[:_SAMPLE_ROWS]
         widths = Counter(len(row) for row in rows if len(row) > 1)
-        [(width, count)] = widths.most_common(1) or [(0, 0)]
-        found[delimiter] = (count, width)
+        found[delimiter] = max(widths.values(), default=0)
     return max(found, key=lambda one: found[one])

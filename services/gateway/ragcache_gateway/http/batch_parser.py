@@ -209,6 +209,10 @@ class FormParser:
         self._part = _FormPart(str(name), self._headers.get_filename(), str(media_type))
         if self._is_json_lines():
             collection = self._fields.pop("collection", self._collection)
+            unused = sorted(self._fields.keys() - {"content_type"})
+            if unused and self._refusal is None:
+                fix = "write it on each line"
+                self._refusal = InvalidInput(unused[0], "is not for a file of JSON lines", fix)
             self._lines = JsonLinesParser(collection, self._max_bytes)
 
     def _is_json_lines(self) -> bool:
@@ -221,7 +225,8 @@ class FormParser:
     def _add_content(self, data: bytes) -> None:
         if self._lines is not None:
             # Lines are read at once: a list of them would grow with the piece only.
-            self._found.append(iter(list(self._lines.feed(data))))
+            if self._refusal is None:
+                self._found.append(iter(list(self._lines.feed(data))))
             return
         is_file = self._part.file_name is not None
         if len(self._content) + len(data) > (self._max_bytes if is_file else MAX_FIELD_BYTES):
@@ -233,7 +238,11 @@ class FormParser:
     def _end_part(self) -> None:
         part = self._part
         if self._lines is not None:
-            self._found.append(iter(list(self._lines.close())))
+            refusal, self._refusal = self._refusal, None
+            refused: list[BatchItem] = (
+                [] if refusal is None else [RefusedDocument(part.file_name or "", refusal)]
+            )
+            self._found.append(iter(refused or list(self._lines.close())))
             self._fields = {}
         elif part.file_name is None:
             self._end_field(part.name)

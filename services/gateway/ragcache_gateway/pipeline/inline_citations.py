@@ -68,7 +68,9 @@ class InlineCiter:
     def _marked(self, choice: dict[str, Any], content: str | None) -> str:
         answer = self._choices[choice.get("index", 0)]
         text = answer.add(content) if content else ""
-        return text + answer.finish() if choice.get("finish_reason") else text
+        # No text of a sentence follows a tool call.
+        has_call = bool((choice.get("delta") or {}).get("tool_calls"))
+        return text + answer.finish() if has_call or choice.get("finish_reason") else text
 
     def _citation(self, choice: int, mark: Mark) -> InlineCitation:
         support = mark.support

@@ -41,10 +41,10 @@ def question_terms(question: str) -> list[str]:
         return kept
     # Of terms of one length every other one comes first: pairs of characters overlap, and every
     # other one covers the whole question.
-    place = {term: i for i, term in enumerate(kept)}
+    position = {term: i for i, term in enumerate(kept)}
     best = sorted(
         kept,
-        key=lambda term: (not is_identifier(term), -len(term), place[term] % 2, place[term]),
+        key=lambda term: (not is_identifier(term), -len(term), position[term] % 2, position[term]),
     )
     chosen = set(best[:MAX_TERMS])
     return [term for term in kept if term in chosen]

@@ -8,6 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache_cli.clients.gateway_client import CollectionDocument
 from ragcache_cli.sources.documents import DocumentFile
 from ragcache_cli.sources.reading import RejectedDocument, SourceContents
 from ragcache_cli.sources.sync_plan import (
@@ -163,3 +164,8 @@ def test_only_a_whole_success_ends_with_0() -> None:
     assert Result(finished=True).exit_status == 0
     assert Result(finished=False).exit_status == 1
     assert Result(finished=True, failures=(Failure("", "a", "b"),)).exit_status == 1
+
+
+def test_a_list_in_the_metadata_of_warnings_does_not_end_a_sync() -> None:
+    held = CollectionDocument("a", {"ragcache-warnings": ["x", "y"]}, 1)
+    assert OwnedDocument.of(held).warnings == "x\ny"

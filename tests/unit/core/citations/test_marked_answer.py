@@ -43,6 +43,18 @@ def marked(*parts: str) -> str:
             "# P-12 costs 36 euros\n| P-12 | 36 euros |\n",
             "# P-12 costs 36 euros\n| P-12 | 36 euros |\n",
         ),
+        (
+            "| a | So. P-12 costs 36 euros. |\n| b | c |\n36 euros",
+            "| a | So. P-12 costs 36 euros. |\n| b | c |\n36 euros [1]",
+        ),
+        (
+            "- ```sh\n  P-12 costs 36 euros.\n  ```\n36 euros",
+            "- ```sh\n  P-12 costs 36 euros.\n  ```\n36 euros [1]",
+        ),
+        (
+            "~~~\nP-12 costs 36 euros.\n~~~\n36 euros",
+            "~~~\nP-12 costs 36 euros.\n~~~\n36 euros [1]",
+        ),
         ("P-12 costs 3.36 euros.", "P-12 costs 3.36 euros."),
         ("", ""),
     ],

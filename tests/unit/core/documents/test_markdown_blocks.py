@@ -146,3 +146,8 @@ def test_blocks_are_in_order_and_hold_all_text(text: str) -> None:
         assert text[block.start : block.end] == text[block.start : block.end].rstrip()
         position = block.end
     assert not text[position:].strip()
+
+
+def test_a_heading_whose_lower_case_is_longer_is_found() -> None:
+    (heading,) = markdown_blocks("<h2>İletişim</h2>")
+    assert heading.title == "İletişim"

@@ -83,3 +83,17 @@ def test_a_named_encoding_is_used_or_refused() -> None:
 def test_codecs_that_are_no_encodings_are_unknown() -> None:
     assert all(map(is_encoding, ("utf-16", "latin-1", "Shift_JIS", "CP1252")))
     assert not any(map(is_encoding, ("base64", "rot13", "punycode", "idna", "no such", "\0")))
+
+
+def test_few_wrong_bytes_leave_a_text_utf_8() -> None:
+    read = read_text(("Die Größe der Düse beträgt fünf Millimeter. " * 3).encode() + b"\xe2\x80")
+    assert read.text.startswith("Die Größe der Düse")
+    assert "utf-8" in read.warnings[0]
+
+
+def test_utf_7_and_unknown_names_are_no_encodings() -> None:
+    import encodings
+
+    assert not is_encoding("utf-7")
+    assert not is_encoding("no-such-encoding-35")
+    assert "no_such_encoding_35" not in encodings._cache

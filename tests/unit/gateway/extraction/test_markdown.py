@@ -170,3 +170,24 @@ def test_what_is_left_out_is_comments(text: str) -> None:
     assert len(shown) <= len(text)
     if "-->" not in text and not text.startswith(("---", "+++")):
         assert shown.strip() == text.strip()
+
+
+def test_front_matter_has_no_names_of_the_sync() -> None:
+    text = b"---\nragcache-source: ns/other\nragcache-warnings: [a]\nteam: core\n---\n\nText\n"
+    assert read_markdown(text).metadata == {"team": "core"}
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        "---\naliases: [" + ", ".join(f"a{i}" for i in range(257)) + "]\n---\n",
+        "+++\nweight = nan\n+++\n",
+    ],
+)
+def test_front_matter_that_no_retriever_takes_stays_in_the_text(front: str) -> None:
+    read = read_markdown(f"{front}\nText\n".encode())
+    assert (read.metadata, read.text.startswith(front[:3])) == ({}, True)
+
+
+def test_control_characters_in_lists_of_front_matter_are_left_out() -> None:
+    assert read_markdown(b'---\na: ["b\\0"]\n---\n\nText\n').metadata == {"a": ["b"]}

@@ -123,3 +123,8 @@ def test_no_word_is_lost(pieces: list[str]) -> None:
 def test_a_page_without_text_is_refused(source: str) -> None:
     with pytest.raises(UnreadableDocument):
         text_of(source)
+
+
+def test_code_in_a_list_keeps_its_tags() -> None:
+    page = b'- ```jsx\n  <Tabs value="x">Hi</Tabs>\n  ```\n\nText <b>bold</b> here.\n'
+    assert read_mdx(page).text == '- ```jsx\n  <Tabs value="x">Hi</Tabs>\n  ```\n\nText bold here.'

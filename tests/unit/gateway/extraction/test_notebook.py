@@ -73,3 +73,9 @@ def test_a_fence_is_longer_than_those_in_the_code() -> None:
 def test_what_is_no_notebook_is_refused(content: bytes) -> None:
     with pytest.raises(UnreadableDocument):
         read_notebook(content)
+
+
+def test_an_output_without_text_is_counted() -> None:
+    output = {"output_type": "display_data", "data": {"text/html": "<b>42</b>"}}
+    cell = {"cell_type": "code", "source": "x", "outputs": [output]}
+    assert read_notebook(json.dumps({"cells": [cell]}).encode()).warnings

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_gateway.extraction import sheets
-from ragcache_gateway.extraction.sheets import SheetCell, markdown_of, read_sheets, shown
+from ragcache_gateway.extraction.sheets import _NO_VALUE, SheetCell, markdown_of, read_sheets, shown
 
 openpyxl = pytest.importorskip("openpyxl")
 
@@ -186,3 +186,14 @@ def test_what_a_sheet_says_of_itself_is_found_at_any_border_of_its_pieces(
         text, warnings = read_sheets(file.getvalue())
         assert text.count("| North |") == 3
         assert "sheet 'Parts': 3;" in warnings[0]
+
+
+def test_percent_signs_that_are_only_shown_do_not_change_a_value() -> None:
+    assert shown(12.5, '0.0"%"') == shown(12.5, "0.0\\%") == "12.5%"
+    assert shown(0.125, "0.0%") == "12.5%"
+
+
+def test_a_formula_with_an_empty_text_has_a_value() -> None:
+    empty = b'<c r="B1" t="str"><f>IF(A1="","",A1)</f><v></v></c>'
+    assert _NO_VALUE.findall(empty) == []
+    assert len(_NO_VALUE.findall(b'<c r="B2" s="1"><f>SUM(A1)</f><v></v></c>' + empty)) == 1

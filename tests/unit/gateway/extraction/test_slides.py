@@ -82,3 +82,21 @@ def test_hidden_slides_and_slides_of_images_are_named(tmp_path: Path) -> None:
     assert text == "## Shown\n\f\n\n\f\n"
     assert "hidden slide 2" in warnings[0]
     assert "only images: slide 3" in warnings[1]
+
+
+def test_numbers_of_a_chart_keep_their_digits() -> None:
+    pptx = pytest.importorskip("pptx")
+    from pptx.chart.data import CategoryChartData
+    from pptx.enum.chart import XL_CHART_TYPE
+
+    from ragcache_gateway.extraction.slides import read_slides
+
+    made = pptx.Presentation()
+    data = CategoryChartData()
+    data.categories = ["2023"]
+    data.add_series("Revenue", (1234567,))
+    shapes = made.slides.add_slide(made.slide_layouts[6]).shapes
+    shapes.add_chart(XL_CHART_TYPE.COLUMN_CLUSTERED, 0, 0, 9, 9, data)
+    file = io.BytesIO()
+    made.save(file)
+    assert "| 2023 | 1234567 |" in read_slides(file.getvalue())[0]

@@ -68,3 +68,7 @@ def test_every_value_is_in_the_table(rows: list[list[str]], delimiter: str) -> N
 def test_what_has_no_values_is_refused(content: bytes) -> None:
     with pytest.raises(UnreadableDocument):
         read_csv(content)
+
+
+def test_decimal_commas_are_no_delimiters() -> None:
+    assert read_csv(b"1,5;20,1;3,3\n1,6;20,4;3,4\n").text.startswith("| 1,5 | 20,1 | 3,3 |")

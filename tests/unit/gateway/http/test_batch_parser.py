@@ -160,3 +160,18 @@ def test_a_document_of_a_line_has_its_own_format() -> None:
     (item,) = parse("application/jsonl", b'{"id": "a.pdf", "text": "read already"}')
     assert isinstance(item, IncomingDocument)
     assert item.kind is DocumentFormat.TEXT
+
+
+def test_fields_before_json_lines_are_not_ignored() -> None:
+    body = b"".join(
+        b'--B\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n' % one
+        for one in (
+            (b"metadata", b"", b'{"team": "core"}'),
+            (b"file", b'; filename="d.jsonl"', b'{"id": "1", "text": "x"}'),
+            (b"file", b'; filename="b.md"', b"# B"),
+        )
+    )
+    parser = batch_parser("multipart/form-data; boundary=B", "default", 1 << 20)
+    refused, other = parser.feed(body + b"--B--\r\n")
+    assert isinstance(refused, RefusedDocument)
+    assert not isinstance(other, RefusedDocument)

@@ -145,6 +145,31 @@ def test_network_policies_allow_the_proxy_and_the_mirror() -> None:
     assert [port["port"] for port in (*proxy["ports"], *hub["ports"])] == [3128, 8443]
 
 
+@pytest.mark.parametrize(
+    ("value", "ports"),
+    [
+        ("http://p:70000", []),
+        ("http://p:$(PORT)", []),
+        ("http://[::1", []),
+        ("proxy.corp.example.com:3128", [3128]),
+    ],
+)
+def test_an_address_in_the_environment_stops_nothing(value: str, ports: list[int]) -> None:
+    def egress(children: list[Object]) -> list[Object]:
+        found: list[Object] = of(children, "NetworkPolicy", "docs-retriever")["spec"]["egress"]
+        return found
+
+    more = egress(build(env=[{"name": "HTTPS_PROXY", "value": value}]))[len(egress(build())) :]
+    assert [port["port"] for rule in more for port in rule["ports"]] == ports
+
+
+def test_the_telemetry_of_the_cache_store_may_go_through_the_proxy() -> None:
+    otlp = {"otlp": {"endpoint": "https://o.example.com:4318"}}
+    children = build(proxy={"https": "http://10.1.2.3:3128"}, telemetry=otlp)
+    egress = of(children, "NetworkPolicy", "docs-cachestore")["spec"]["egress"]
+    assert any(rule.get("to") == [{"ipBlock": {"cidr": "10.1.2.3/32"}}] for rule in egress)
+
+
 def test_authorities_are_mounted_and_named_for_every_program() -> None:
     children = build(trustedCA={"configMap": "authorities", "key": "all.pem"})
     for part in PARTS:

@@ -53,6 +53,7 @@ PART_POLICIES = " ".join(
     f"NetworkPolicy/{part}" for part in ("gateway", "retriever", "engine", "cachestore")
 )
 HUB_POLICIES = "NetworkPolicy/gateway NetworkPolicy/retriever NetworkPolicy/engine"
+PROXY_POLICIES = f"{HUB_POLICIES} NetworkPolicy/cachestore"
 
 # Field: its new value, the workloads that roll out, the other children that change.
 CHANGES: dict[str, tuple[Any, str, str]] = {
@@ -151,8 +152,8 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "env": ([{"name": "A", "value": "b"}], WORKLOADS, ""),
     "trustedCA.configMap": ("authorities", WORKLOADS, ""),
     "trustedCA.key": ("two", WORKLOADS, ""),
-    "proxy.http": ("http://two.example.com:3128", WORKLOADS, HUB_POLICIES),
-    "proxy.https": ("http://two.example.com:3128", WORKLOADS, HUB_POLICIES),
+    "proxy.http": ("http://two.example.com:3128", WORKLOADS, PROXY_POLICIES),
+    "proxy.https": ("http://two.example.com:3128", WORKLOADS, PROXY_POLICIES),
     "proxy.noProxy": ([".two.example.com"], WORKLOADS, ""),
     "dataPolicy": ("Delete", "", ""),
     "networkPolicy.enabled": (False, "", POLICIES),

@@ -11,6 +11,7 @@ from ragcache_operator.reconcile.volumes import (
     VOLUMES_RESIZED,
     ClaimGrowth,
     claim_growths,
+    has_other_claim_sizes,
     volume_condition,
 )
 from ragcache_operator.status.conditions import ConditionState
@@ -56,6 +57,18 @@ def test_a_stateful_set_with_another_size_is_replaced(size: str, is_replaced: bo
     )
     replaced = [one.obj["metadata"]["name"] for one in actions if isinstance(one, ReplaceChild)]
     assert replaced == (["docs-retriever"] if is_replaced else [])
+
+
+def test_a_claim_template_of_a_webhook_replaces_nothing() -> None:
+    [desired] = [
+        obj
+        for obj in DESIRED
+        if obj["kind"] == "StatefulSet" and obj["metadata"]["name"] == "docs-retriever"
+    ]
+    [template] = desired["spec"]["volumeClaimTemplates"]
+    cache = {**template, "metadata": {"name": "cache"}}
+    live = {**desired, "spec": {**desired["spec"], "volumeClaimTemplates": [template, cache]}}
+    assert not has_other_claim_sizes(desired, live)
 
 
 def test_without_a_growth_there_is_no_condition() -> None:

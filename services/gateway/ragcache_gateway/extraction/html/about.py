@@ -165,5 +165,5 @@ def _day(value: Any) -> str | None:
         if found := _DAY.match(value):
             return date(*map(int, found.groups())).isoformat()
         return parsedate_to_datetime(value[:64]).date().isoformat()
-    except (ValueError, TypeError, IndexError):
+    except (ValueError, TypeError, IndexError, OverflowError):
         return None

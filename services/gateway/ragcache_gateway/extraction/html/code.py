@@ -122,7 +122,9 @@ def _begins_with_code(cell: HtmlElement) -> bool:
 
 def _has_line_numbers(element: HtmlElement, names: str) -> bool:
     """Whether an element has only numbers of lines, by its class, or beside a cell with code."""
-    is_named = bool(names) and _NUMBERS.search(names) is not None
+    # A block of code with numbered lines has this name, too.
+    has_code = element.tag == "pre" and element.find("code") is not None
+    is_named = bool(names) and not has_code and _NUMBERS.search(names) is not None
     is_cell = element.tag in ("td", "th") and element.getnext() is not None
     if not is_named and not (is_cell and _begins_with_code(element)):
         return False

@@ -41,7 +41,8 @@ def replace_controls(root: HtmlElement) -> None:
     for element in list(root.iter()):
         tag = element.tag
         if tag == "script" and element.get("type", "").startswith("math/tex"):
-            element.tag, element.text = "span", f"${element.text}$"
+            element.tag = "span"
+            element.text = f"${element.text}$" if has_text(element.text) else None
         elif tag in _NO_TEXT:
             clear(element)
         elif tag == "button" or element.get("role") == "button":

@@ -59,6 +59,9 @@ _LIKELY: Final[tuple[_Rule, ...]] = (
     lambda one: bool(_MAIN_NAMES.search(names_of(one))),
 )
 _IN_SENTENCES: Final = frozenset({"a", "span", "b", "i", "em", "strong", "code", *HEADINGS})
+_NAMED_BY_TEXT: Final = _IN_SENTENCES | {"dt", "dd", "li", "tr", "td", "th", "pre", "figure"}
+"""Elements whose id is made from a title, a term or the name of a function."""
+
 _LISTS: Final = frozenset({"ul", "ol", "div", "table", "td", "p", "section"})
 _LABELLED: Final = frozenset({"div", "section", "article", "dd", "td"})
 
@@ -72,6 +75,7 @@ _MIN_MAIN_SHARE: Final = 0.5
 _MIN_MAIN_CHARS: Final = 250
 _MIN_LIKELY_SHARE: Final = 0.7
 _MAX_SEARCHED: Final = 200
+_MAX_BEFORE_HEADING: Final = 4
 
 
 class _Counts:
@@ -144,8 +148,31 @@ def main_part(body: HtmlElement) -> HtmlElement:
 def _is_judged(element: HtmlElement) -> bool:
     if element.tag in _JUDGED_TAGS or "role" in element.attrib:
         return True
-    names = names_of(element)
+    names = _names(element)
     return bool(names) and (_is_no_content(names) or _may_be_content(element, names))
+
+
+def _names(element: HtmlElement) -> str:
+    """Return the names of an element, without an id that is made from the text of the document."""
+    names = names_of(element)
+    if not (_NO_CONTENT.search(names) or _MAYBE_CONTENT.search(names)):
+        return names
+    return names_of(element, with_id=False) if _has_id_of_text(element) else names
+
+
+def _has_id_of_text(element: HtmlElement) -> bool:
+    """Whether an id is that of a heading, a term or a section with a heading, such as "login"."""
+    if element.tag in _NAMED_BY_TEXT:
+        return True
+    if element.tag != "section" and " section " not in names_of(element, with_id=False):
+        return False
+    first = islice(element.iter(), _MAX_BEFORE_HEADING)
+    heading = next((one for one in first if one.tag in HEADINGS), None)
+    return heading is not None and _slug(short_text(heading)) == _slug(element.get("id", ""))
+
+
+def _slug(text: str) -> list[str]:
+    return re.findall("[a-z]+", text.lower())
 
 
 def _is_no_content(names: str) -> bool:
@@ -157,7 +184,7 @@ def _may_be_content(element: HtmlElement, names: str) -> bool:
 
 
 def _is_navigation(one: _Measured, whole: _Measured) -> bool:
-    element, names = one.element, names_of(one.element)
+    element, names = one.element, _names(one.element)
     role = element.get("role")
     if one.counts.has_main or one.own_chars > _NEARLY_ALL * whole.own_chars:
         return False
@@ -165,7 +192,9 @@ def _is_navigation(one: _Measured, whole: _Measured) -> bool:
         return True
     if one.own_chars > max(_MIN_MAIN_CHARS, _MIN_MAIN_SHARE * whole.own_chars):
         return False
-    if _is_no_content(names) or (element.tag == "footer" and not one.is_inside):
+    # The classes of an article name its categories and tags, too.
+    is_named = element.tag != "article" and _is_no_content(names)
+    if is_named or (element.tag == "footer" and not one.is_inside):
         return True
     is_suspect = element.tag in _JUDGED_TAGS or role in _SUSPECT_ROLES
     return (

@@ -240,10 +240,10 @@ class _BlockWriter:
     def _add(self, kind: _BlockKind, text: str) -> None:
         lead = self._lead(self._leads)
         marker, self._marker = self._marker, None
+        if kind in (_BlockKind.PARAGRAPH, _BlockKind.TERM):
+            text = "\n".join(_escaped(line) for line in text.split("\n"))
         if marker is not None:
             kind = _BlockKind.ITEM
-        elif kind in (_BlockKind.PARAGRAPH, _BlockKind.TERM):
-            text = "\n".join(_escaped(line) for line in text.split("\n"))
         before = lead if marker is None else self._lead(self._leads[:-1]) + marker
         self.blocks.append(_TextBlock(kind, text, before, lead))
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import html
 import re
 from typing import Final
 
 import lxml.html
-from charset_normalizer import from_bytes
 from lxml.etree import ErrorTypes, LxmlError, XMLSyntaxError
+
+from ragcache_gateway.extraction.encodings import decode_guessed
+from ragcache_gateway.extraction.extracted import UnreadableDocument
 
 _MARKS: Final = (
     (codecs.BOM_UTF8, "utf-8"),
@@ -23,7 +26,6 @@ _OF_PAGES: Final = re.compile(r"utf|iso|cp\d|koi8|gb|big5|euc|shift|mac|hz|ascii
 _SEVEN_BITS: Final = ("iso2022", "hz")
 # What browsers take these to be.
 _WINDOWS: Final = {"iso8859-1": "cp1252", "ascii": "cp1252"}
-_SAMPLE_BYTES: Final = 1 << 16
 # HTML has no CDATA outside SVG, and would end the section at its first ">".
 _CDATA_BEGIN: Final = "<![CDATA["
 _CDATA_END: Final = "]]>"
@@ -73,8 +75,10 @@ def decode(content: bytes) -> str:
             return content.decode(encoding)
         except UnicodeError:
             continue
-    guess = None if declared != "utf-8" else from_bytes(content[:_SAMPLE_BYTES]).best()
-    return content.decode(guess.encoding if guess else declared, "replace")
+    if declared == "utf-8":
+        with contextlib.suppress(UnreadableDocument):
+            return decode_guessed(content)[0]
+    return content.decode(declared, "replace")
 
 
 def _declared(content: bytes) -> str:
@@ -84,7 +88,10 @@ def _declared(content: bytes) -> str:
         name = codecs.lookup(found[1].decode("ascii", "replace")).name if found else "utf-8"
     except (LookupError, ValueError):
         return "utf-8"
-    return _WINDOWS.get(name, name) if _OF_PAGES.match(name) else "utf-8"
+    # What is declared in ASCII is in none of these, as with browsers.
+    if name.startswith(("utf-7", "utf-16", "utf-32")) or not _OF_PAGES.match(name):
+        return "utf-8"
+    return _WINDOWS.get(name, name)
 
 
 def _without_cdata(text: str) -> str:

@@ -38,7 +38,8 @@ def to_html(root: HtmlElement) -> None:
         ):
             clear(element)
         elif tag == "ac:parameter":
-            is_block = element.getparent().find("ac:rich-text-body") is not None
+            parent = element.getparent()  # None in an element that was cleared
+            is_block = parent is not None and parent.find("ac:rich-text-body") is not None
             element.tag = "p" if is_block else "span"
         elif tag == "ac:task-status":
             element.text = "[x] " if (element.text or "").strip() == "complete" else "[ ] "

@@ -19,9 +19,9 @@ _STATE: Final = re.compile(r"\b(?:has|is|no|with|js|hide|show|without|can)[-_][\
 _WORD: Final = re.compile(r"[A-Z]?[a-z]+")
 
 
-def names_of(element: HtmlElement) -> str:
+def names_of(element: HtmlElement, *, with_id: bool = True) -> str:
     """Return the words of an element's class and id in lower case, each after a space."""
-    names = f"{element.get('class', '')} {element.get('id', '')}"
+    names = f"{element.get('class', '')} {element.get('id', '') if with_id else ''}"
     if names == " ":
         return ""
     found = _WORD.findall(_STATE.sub("", names[:_MAX_NAME_CHARS]))

@@ -114,3 +114,10 @@ def test_the_title_has_neither_pilcrow_nor_the_name_of_the_site(
     head: str, body: str, title: str
 ) -> None:
     assert read(head, f"{body}<p>Crane.</p>").title == title
+
+
+@pytest.mark.parametrize(
+    "date", ["Mon, 01 Jan 99999999999999999999 00:00:00 +0000", "1 Jan 2024 0:0 +" + "9" * 20]
+)
+def test_a_wrong_date_refuses_no_page(date: str) -> None:
+    assert read_html(f"<meta name=date content='{date}'><p>Text</p>".encode()).text == "Text"

@@ -91,3 +91,7 @@ def test_a_fence_is_longer_than_those_in_the_code() -> None:
 def test_a_column_of_numbers_that_count_no_lines_stays() -> None:
     page = "<main><p>Sizes.</p><table><tr><td><pre>4\n8</pre></td><td>mm</td></tr></table></main>"
     assert "4\n8" in read_html(page.encode()).text
+
+
+def test_a_number_in_a_block_with_line_numbers_is_code() -> None:
+    assert "42" in read_html(b"<p>See</p><pre class='line-numbers'><code>42</code></pre>").text

@@ -60,3 +60,7 @@ def test_a_button_in_a_sentence_stays_and_one_that_only_acts_goes() -> None:
         <div><button>Share</button></div><ul><li><input type=checkbox checked> oiled</li>
         <li><input type=checkbox> painted</li></ul></main>"""
     assert read_html(page.encode()).text == ("Press Stop twice.\n\n- [x] oiled\n- [ ] painted")
+
+
+def test_an_empty_formula_is_no_text() -> None:
+    assert read_html(b"<p>a</p><script type='math/tex'></script>").text == "a"

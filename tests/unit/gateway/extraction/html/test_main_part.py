@@ -109,3 +109,31 @@ def test_a_heading_before_the_main_part_is_its_heading() -> None:
     read = read_html(page.encode())
     assert read.title == "Boiler"
     assert read.text == f"# Boiler\n\n{SENTENCE.strip()}"
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ("<h2 id='configure-login'>Configure login</h2><p>Set it.</p>", "## Configure login"),
+        ("<section id='cookies'><h2>Cookies</h2><p>We set two.</p></section>", "We set two."),
+        ("<dl><dt id='smtplib.SMTP.login'>SMTP.login(user)</dt><dd>In.</dd></dl>", "SMTP.login"),
+        ("<table><tr><th>A<th>B</tr><tr id='feedback'><td>x<td>y</tr></table>", "| x | y |"),
+    ],
+)
+def test_an_id_that_is_made_from_the_text_is_no_name_of_navigation(part: str, text: str) -> None:
+    page = f"<main><h1>Guide</h1><p>{SENTENCE * 5}</p>{part}</main>"
+    assert text in read_html(page.encode()).text
+
+
+def test_an_article_of_a_category_with_such_a_name_stays() -> None:
+    article = f"<h1>Boiler</h1><p>{SENTENCE * 6}</p>"
+    comments = f"<div class='comments-area'><p>{'I have one, too. ' * 40}</p></div>"
+    page = f"<main><article class='post category-newsletter'>{article}</article>{comments}</main>"
+    assert read_html(page.encode()).text.startswith("# Boiler")
+
+
+def test_comments_with_a_heading_are_left_out() -> None:
+    page = (
+        f"<main><h1>G</h1><p>{SENTENCE * 5}</p><div id='comments'><h3>Comments</h3><p>Hm</p></div>"
+    )
+    assert "Hm" not in read_html(page.encode()).text

@@ -142,3 +142,8 @@ def test_text_after_a_heading_in_an_item_is_not_part_of_the_item() -> None:
 def test_nested_elements_take_no_more_than_the_parser_allows() -> None:
     page = "<ul><li>" * 400 + "deep" + "</ul>" * 400 + "<p>after</p>"
     assert text_of(page).endswith("- deep\n\nafter")
+
+
+def test_marks_in_an_item_open_no_code() -> None:
+    read = read_html(b"<h1>T</h1><ul><li>```</li></ul><dl><dt>x</dt><dd>a<br># b</dd></dl>")
+    assert read.text == "# T\n\n- \\```\n\nx\n: a\n\\# b"

@@ -78,3 +78,13 @@ def test_a_page_that_is_made_by_scripts_has_a_warning() -> None:
     assert read.warnings == (
         "the page asks for JavaScript and has little text without it; save it from a browser",
     )
+
+
+def test_a_page_that_says_utf_16_in_ascii_is_not() -> None:
+    page = "<?xml version='1.0' encoding='utf-16'?><p>Die Größe der Straße.</p>".encode("cp1252")
+    assert read_html(page).text == "Die Größe der Straße."
+
+
+def test_a_page_without_an_encoding_is_read_as_a_text_is() -> None:
+    page = "<h1>Notes</h1>\n<p>El niño come mañana en la cocina</p>\n<p>Plain words</p>"
+    assert "niño come mañana" in read_html(page.encode("cp1252")).text

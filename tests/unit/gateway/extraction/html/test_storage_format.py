@@ -65,3 +65,8 @@ def test_elements_of_the_storage_format_are_read(element: str, text: str) -> Non
     contents = macro("toc", "") + '<ac:structured-macro ac:name="children" />'
     page = f"<p>Before the work.</p>{contents}{element}<p>After it.</p>"
     assert read_html(page.encode()).text == f"Before the work.\n\n{text}\n\nAfter it."
+
+
+def test_a_parameter_in_a_placeholder_is_left_out() -> None:
+    inner = "<ac:parameter ac:name='title'>x</ac:parameter>"
+    assert read_html(f"<p>a</p><ac:placeholder>{inner}</ac:placeholder>".encode()).text == "a"
