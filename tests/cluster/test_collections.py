@@ -206,6 +206,8 @@ def result(failures: int = 0, *, finished: bool = True, **numbers: int) -> str:
             "revision": "1234",
             "failures": shown[:failures],
             "failureCount": failures,
+            "warnings": [],
+            "warningCount": 0,
         }
     )
 
