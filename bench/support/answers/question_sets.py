@@ -55,7 +55,7 @@ _SECTIONS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
         "Upkeep",
         "The oil is changed every {value}. Old oil is waste. The filter is changed with it.",
         "How often is the oil of the {kind} {name} changed?",
-        "Of which {kind} is the oil changed every {value}?",
+        "Which {kind} has its oil changed every {value}?",
         ("200 hours", "350 hours", "500 hours", "900 hours"),
     ),
 )

@@ -45,7 +45,7 @@ def counts_of(skipped: Iterable[SkippedFile]) -> dict[str, int]:
 
 
 def summary_of(skipped: Iterable[SkippedFile]) -> Iterator[str]:
-    """Yield a line for each reason: how many, of which kinds, and the first names."""
+    """Yield a line for each reason: the number of files, their kinds and the first names."""
     names: dict[SkipReason, list[str]] = {}
     for one in skipped:
         names.setdefault(one.reason, []).append(one.name)

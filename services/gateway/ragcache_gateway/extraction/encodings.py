@@ -140,7 +140,7 @@ def checked(text: str) -> str:
 
 
 def _nearly_utf_8(content: bytes) -> str | None:
-    """Return text in UTF-8 of which few bytes are wrong, such as the end of a log that was cut."""
+    """Return text in UTF-8 with few wrong bytes, such as a log whose end was cut."""
     text = content.decode("utf-8", "replace")
     wrong = text.count("\ufffd")
     right = sum(1 for _ in _NOT_ASCII.finditer(text)) - wrong

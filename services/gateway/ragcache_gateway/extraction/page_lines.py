@@ -141,7 +141,7 @@ def in_columns(lines: Sequence[Line], runs: Sequence[Box]) -> list[Line]:
 def _both(
     columns: tuple[list[Line], list[Line]], runs: Sequence[Box], gutter: tuple[float, float]
 ) -> list[Line]:
-    """Return two columns, of which each may have columns itself."""
+    """Return two columns. Each may have columns itself."""
     left = [run for run in runs if run.right <= gutter[1]]
     right = [run for run in runs if run.left >= gutter[0]]
     return in_columns(columns[0], left) + in_columns(columns[1], right)
@@ -275,7 +275,7 @@ def _with_value(line: Line, field: FieldValue) -> Line:
 def without_running_lines(
     pages: Sequence[Sequence[Line]], heights: Sequence[float]
 ) -> list[list[Line]]:
-    """Return pages without headers and footers, of which the first one with words stays.
+    """Return pages without headers and footers. The first one with words stays.
 
     A running line is at the same position of most pages, or of most even or odd ones. Its text is
     the same but for numbers that count pages. It is at the edge, or next to another such line.

@@ -292,7 +292,7 @@ def _table(body: list[Row]) -> SheetTable:
 
 
 def _joined(groups: Row, names: Row) -> Row:
-    """Return one header row for two, the upper of which names groups of columns."""
+    """Return one header row for two. The upper one names groups of columns."""
     pairs = itertools.zip_longest(groups, names, fillvalue=_EMPTY)
     return [
         SheetCell(" ".join(dict.fromkeys(one.text for one in pair if one.text))) for pair in pairs
