@@ -72,9 +72,9 @@ class BlockKind(enum.Enum):
 class Block(NamedTuple):
     """Lines that belong together, from their first character to the last one that is no space.
 
-    A heading has a title and a level from 1 to 6. ``head_end`` is where the line that opens a code
-    fence ends, or the rows that name the columns of a table; 0: there are none. Code begins with
-    its indentation.
+    A heading has a title and a level from 1 to 6. ``head_end`` is the end of the line that
+    opens a code fence, or of the rows that name the columns of a table. 0: there are none. Code
+    begins with its indentation.
     """
 
     start: int
