@@ -13,7 +13,7 @@ from charset_normalizer import from_bytes
 
 from ragcache_gateway.extraction.extracted import ExtractedText, UnreadableDocument
 
-_MARKS: Final = (
+MARKS: Final = (
     # The mark of UTF-16 is the beginning of that of UTF-32.
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
@@ -76,7 +76,7 @@ def decode_plain(content: bytes) -> str | None:
     Raises:
         UnreadableDocument: There is a mark, and the text is not what it says.
     """
-    for mark, encoding in _MARKS:
+    for mark, encoding in MARKS:
         if content.startswith(mark):
             return decode_named(content, encoding)
     try:

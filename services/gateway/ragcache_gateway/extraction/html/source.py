@@ -11,14 +11,9 @@ from typing import Final
 import lxml.html
 from lxml.etree import ErrorTypes, LxmlError, XMLSyntaxError
 
-from ragcache_gateway.extraction.encodings import decode_guessed
+from ragcache_gateway.extraction.encodings import MARKS, decode_guessed
 from ragcache_gateway.extraction.extracted import UnreadableDocument
 
-_MARKS: Final = (
-    (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF16_LE, "utf-16-le"),
-    (codecs.BOM_UTF16_BE, "utf-16-be"),
-)
 _DECLARED: Final = re.compile(rb"""(?:charset|encoding)\s{0,8}=\s{0,8}["']?([\w.:-]{1,40})""", re.I)
 _DECLARED_WITHIN: Final = 2048
 _OF_PAGES: Final = re.compile(r"utf|iso|cp\d|koi8|gb|big5|euc|shift|mac|hz|ascii|tis|johab")
@@ -62,7 +57,7 @@ def parse(content: bytes) -> tuple[lxml.html.HtmlElement | None, bool]:
 
 def decode(content: bytes) -> str:
     """Return the characters of a page, by its mark, its declaration, or else by a guess."""
-    for mark, encoding in _MARKS:
+    for mark, encoding in MARKS:
         if content.startswith(mark):
             return content[len(mark) :].decode(encoding, "replace")
     if b"\0" in content[:2]:
