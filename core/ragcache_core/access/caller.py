@@ -7,6 +7,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Final
 
+from ragcache_core.access.quota import DEFAULT_CACHED_TOKEN_PRICE, Quota
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, domain_salt
 from ragcache_core.retrieval.filters import And, Filter
@@ -46,6 +47,22 @@ class NotAllowed(RagCacheError):
 
 
 @dataclass(frozen=True, slots=True)
+class TenantRules:
+    """What the key file says of a tenant.
+
+    Attributes:
+        weight: Of its share while tenants compete: one of 2 gets twice as much as one of 1.
+        quota: The most that all of its keys may use together.
+    """
+
+    weight: float = 1.0
+    quota: Quota = ()
+
+
+DEFAULT_RULES: Final = TenantRules()
+
+
+@dataclass(frozen=True, slots=True)
 class Caller:
     """The holder of a key.
 
@@ -57,6 +74,9 @@ class Caller:
         collections: Patterns like ``team-*`` of the collections it may name; empty: all.
         filter: Documents that its searches consider; None: all of the collection.
         is_named: Whether metrics name its tenant.
+        quota: The most that the key may use.
+        rules: Of its tenant.
+        cached_token_price: What a cached token counts in quotas.
     """
 
     name: str
@@ -66,6 +86,9 @@ class Caller:
     collections: tuple[str, ...] = ()
     filter: Filter | None = None
     is_named: bool = True
+    quota: Quota = ()
+    rules: TenantRules = DEFAULT_RULES
+    cached_token_price: float = DEFAULT_CACHED_TOKEN_PRICE
 
     @property
     def tenant_label(self) -> str:

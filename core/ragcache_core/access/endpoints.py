@@ -26,6 +26,7 @@ _ASK_PATHS: Final = frozenset(
         "/v1/rerank",
         "/v1/responses",
         "/v1/search",
+        "/v1/usage",
     }
 )
 _ASK_PREFIXES: Final = ("/v1/models/", "/v1/requests/")

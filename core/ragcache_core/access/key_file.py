@@ -10,6 +10,14 @@ The file is TOML. It has no keys, only their digests, so a reader of the file ca
     priority = 0                   # optional; a lower number comes first
     collections = ["team-a-*"]     # optional
     filter = { must = [{ key = "public", match = { value = true } }] }  # optional
+    quota = { requests_per_minute = 600, tokens_per_month = 50000000 }  # optional
+
+    [[tenants]]                    # optional, as is each field but the name
+    name = "team-a"
+    weight = 2
+    quota = { tokens_per_day = 5000000 }
+
+A first line ``cached_token_price = 0.1`` says what a cached token counts in quotas.
 
 A key has 256 random bits, too many to find one by trying. So neither a salt nor a slow hash would
 add anything. A salt would only require one hash for each entry and request.
@@ -26,7 +34,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ragcache_core.access.caller import MAX_NAMED_TENANTS, Caller, Scope
+from ragcache_core.access.caller import (
+    DEFAULT_RULES,
+    MAX_NAMED_TENANTS,
+    Caller,
+    Scope,
+    TenantRules,
+)
+from ragcache_core.access.quota import DEFAULT_CACHED_TOKEN_PRICE, quota_fields, read_quota
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.filters import Filter
 
@@ -67,14 +82,17 @@ KEY_BYTES: Final = 32
 
 MAX_KEYS: Final = 4096
 MAX_PRIORITY: Final = 1000
+MAX_WEIGHT: Final = 1000.0
 
 _HASH_PREFIX: Final = "sha256:"
 _HASH: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY: Final = re.compile(r"rck-[A-Za-z0-9_-]{43}")
 _FIELDS: Final = frozenset(
-    {"name", "hash", "tenant", "scopes", "priority", "collections", "filter"}
+    {"name", "hash", "tenant", "scopes", "priority", "collections", "filter", "quota"}
 )
+_TENANT_FIELDS: Final = frozenset({"name", "weight", "quota"})
+_SECTIONS: Final = frozenset({"keys", "tenants", "cached_token_price"})
 
 ReadFilter = Callable[[str, Any], Filter]
 """Parses a filter as requests write it. It gets the filter's path for errors; raises
@@ -99,6 +117,11 @@ class KeyTable:
     def tenants(self) -> frozenset[str]:
         """Every tenant that a key names."""
         return frozenset(c.tenant for c in self.callers.values() if c.tenant is not None)
+
+    @property
+    def weights(self) -> dict[str | None, float]:
+        """Weights of the tenants that have a key; None: all callers without a tenant."""
+        return {one.tenant: one.rules.weight for one in self.callers.values()}
 
 
 def key_of(random_bytes: bytes) -> str:
@@ -139,18 +162,27 @@ def parse_key_file(content: bytes, read_filter: ReadFilter) -> KeyTable:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         # The message has a position and no content.
         raise InvalidInput("keys", f"is not TOML: {error}", "see docs/security.md") from None
-    unknown = document.keys() - {"keys"}
-    entries = document.get("keys", [])
-    if unknown or not isinstance(entries, list):
-        raise InvalidInput("keys", "is not a list of entries", "begin each entry with [[keys]]")
-    if len(entries) > MAX_KEYS:
-        raise InvalidInput("keys", f"has {len(entries)} entries", f"use at most {MAX_KEYS}")
+    if unknown := sorted(document.keys() - _SECTIONS):
+        raise InvalidInput(unknown[0], "is no part of a key file", f"use {', '.join(_SECTIONS)}")
+    entries = _entries(document, "keys")
+    rules = _tenant_rules(_entries(document, "tenants"))
+    price = _number(
+        "cached_token_price",
+        document.get("cached_token_price", DEFAULT_CACHED_TOKEN_PRICE),
+        0.0,
+        1.0,
+    )
     callers: dict[bytes, Caller] = {}
     names: set[str] = set()
     named: set[str] = set()
     for index, entry in enumerate(entries):
         path = f"keys[{index}]"
         digest, caller = _entry(path, entry, read_filter)
+        caller = replace(
+            caller,
+            rules=rules.get(caller.tenant, DEFAULT_RULES),
+            cached_token_price=price,
+        )
         if caller.name in names or digest in callers:
             raise InvalidInput(path, "repeats a name or a hash", "use each once")
         names.add(caller.name)
@@ -188,6 +220,41 @@ BUILTIN_SCOPES: Final[Mapping[str, frozenset[Scope]]] = {
 """Scopes of the components that call the gateway: the self-test, and syncs of collections."""
 
 
+def _entries(document: Mapping[str, Any], section: str) -> list[Any]:
+    entries = document.get(section, [])
+    if not isinstance(entries, list):
+        fix = f"begin each entry with [[{section}]]"
+        raise InvalidInput(section, "is not a list of entries", fix)
+    if len(entries) > MAX_KEYS:
+        raise InvalidInput(section, f"has {len(entries)} entries", f"use at most {MAX_KEYS}")
+    return entries
+
+
+def _tenant_rules(entries: list[Any]) -> dict[str | None, TenantRules]:
+    rules: dict[str | None, TenantRules] = {}
+    for index, entry in enumerate(entries):
+        path = f"tenants[{index}]"
+        if not isinstance(entry, dict):
+            raise InvalidInput(path, "is not an entry", "begin each entry with [[tenants]]")
+        if unknown := sorted(entry.keys() - _TENANT_FIELDS):
+            fix = f"use {', '.join(sorted(_TENANT_FIELDS))}"
+            raise InvalidInput(f"{path}.{unknown[0]}", "is no field of a tenant", fix)
+        name = _name(f"{path}.name", entry.get("name"))
+        if name in rules:
+            raise InvalidInput(path, "repeats a name", "use each once")
+        rules[name] = TenantRules(
+            _number(f"{path}.weight", entry.get("weight", 1), 1 / MAX_WEIGHT, MAX_WEIGHT),
+            read_quota(f"{path}.quota", entry.get("quota", {})),
+        )
+    return rules
+
+
+def _number(path: str, value: object, least: float, most: float) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
+        return float(value)
+    raise InvalidInput(path, "is out of range", f"use a number from {least:g} to {most:g}")
+
+
 def _entry(path: str, entry: object, read_filter: ReadFilter) -> tuple[bytes, Caller]:
     if not isinstance(entry, dict):
         raise InvalidInput(path, "is not an entry", "begin each entry with [[keys]]")
@@ -211,6 +278,7 @@ def _entry(path: str, entry: object, read_filter: ReadFilter) -> tuple[bytes, Ca
         priority=_priority(_field(path, "priority"), entry.get("priority", 0)),
         collections=collections,
         filter=None if given is None else read_filter(_field(path, "filter"), given),
+        quota=read_quota(_field(path, "quota"), entry.get("quota", {})),
     )
     return _digest(_field(path, "hash"), entry.get("hash")), caller
 
@@ -289,6 +357,8 @@ def entry_text(
         fields["collections"] = list(caller.collections)
     if search_filter is not None:
         fields["filter"] = search_filter
+    if caller.quota:
+        fields["quota"] = quota_fields(caller.quota)
     _entry("", fields, read_filter)
     lines = (f"{field} = {toml_value(value)}" for field, value in fields.items())
     return "\n".join(("[[keys]]", *lines)) + "\n"

@@ -246,6 +246,19 @@ def select_variants(
     return Blend(known, exact_end, recompute_share, frozenset(not_stored))
 
 
+def handed_off_blend(pieces: Sequence[NamedSegment]) -> Blend:
+    """Return a blend that another engine has computed: nothing of it is recomputed.
+
+    Args:
+        pieces: The prompt in pieces. None of them counts as exact.
+    """
+    sources = tuple(
+        BlendSource(one.variant, one.segment.start, one.segment.end, one.segment.start)
+        for one in pieces
+    )
+    return Blend(sources, 0, 0.0)
+
+
 def _best_source(
     named: NamedSegment,
     prefix: Sequence[PrefixChunk],

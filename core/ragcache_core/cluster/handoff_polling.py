@@ -1,7 +1,4 @@
-"""When to ask a store again for a prompt that another engine is computing.
-
-Not reachable from a RagCache yet: its engines have no roles.
-"""
+"""When to ask a store again for a prompt that another engine is computing."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass
 MIN_INTERVAL_S = 0.01
 """Least time between two lookups; a lookup takes a store about a tenth of that."""
 
-INTERVAL_SHARE = 0.1
+INTERVAL_SHARE = 0.02
 """Time between two lookups, as a share of the time waited so far.
 
 So the engine learns of the prompt at most this share later, and long waits cost few lookups.

@@ -1,39 +1,11 @@
-"""What prefills and loads take in one engine, as it reports it, and how long requests wait."""
+"""What prefills and loads take in one engine, as it reports it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 from ragcache_core.cost.prefill_profile import PrefillProfile
-
-HALF_LIFE_S: Final = 2.0
-"""Time after which a measured queue counts half: without further requests a queue empties."""
-
-_WEIGHT: Final = 0.3
-
-
-@dataclass(slots=True)
-class QueueTime:
-    """Moving mean of the time that requests waited, in seconds. It decays without requests.
-
-    Times are those of a monotonic clock, in seconds.
-    """
-
-    mean_s: float = 0.0
-    measured_at: float = 0.0
-
-    def observe(self, waited_s: float, now_s: float) -> None:
-        """Add the time that one request waited."""
-        before_s = self.seconds(now_s)
-        self.mean_s = before_s + _WEIGHT * (waited_s - before_s)
-        self.measured_at = now_s
-
-    def seconds(self, now_s: float) -> float:
-        """Return how long a request that comes now is expected to wait."""
-        return self.mean_s * math.exp2((self.measured_at - now_s) / HALF_LIFE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +16,17 @@ class EngineCosts:
         profile: Seconds of passes.
         correction: Measured seconds of recent passes, divided by those of the profile.
         loads: Latency in seconds and bytes per second of each tier with enough loads.
+        request_s: Seconds that a request takes in the engine besides its loads and passes.
     """
 
     profile: PrefillProfile
     correction: float = 1.0
     loads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    request_s: float = 0.0
+
+    def prefill_s(self, cached: int, computed: int) -> float:
+        """Return the predicted seconds from the first pass of a request to its first token."""
+        return self.request_s + self.compute_s(cached, computed)
 
     def compute_s(self, cached: int, computed: int) -> float:
         """Return the predicted seconds to compute tokens after cached ones."""

@@ -1,17 +1,21 @@
 """Choose between loading stored KV and computing it, from measured latencies.
 
-Computing the whole prompt is always one of the options. Reuse is chosen if it is predicted to take
-at most ``TIE_RATIO`` times as long as the fastest option. One declined option in ``RETRY_EVERY`` is
-chosen all the same. Loading is predicted from the bytes and their tier: a store's ``Tier`` or a
-tier of the engine itself. Computing and recomputing are predicted from a profile that the engine
-measures at start (``prefill_profile``) and corrects with the measured passes. A blend also has the
-seconds in which the engine selects the tokens to recompute.
+Computing the whole prompt is always one of the options, and the fastest option is chosen. So
+nothing is loaded that is predicted to be slower than computing. What is declined is measured again
+while the engine has nothing else to do (``may_be_faster``), so that a slow minute is forgotten.
+
+Loading is predicted from the bytes and their tier: a store's ``Tier`` or a tier of the engine
+itself. Computing and recomputing are predicted from a profile that the engine measures at start
+(``prefill_profile``) and corrects with the measured passes. A blend also has the seconds in which
+the engine selects the tokens to recompute. What only a blend does is predicted relative to
+computing. So it follows a machine that becomes slower or faster, also while no blend is chosen.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,24 +28,18 @@ MIN_WEIGHT = 3.5
 Four observations reach it, because older ones count a little less. Until then reuse is tried.
 """
 
-RETRY_EVERY = 16
-"""One in this many declined options is chosen all the same.
-
-An option that is never chosen is never measured, so one slow minute would rule it out for ever.
-"""
-
-TIE_RATIO = 1.1
-"""Predictions within this ratio count as equal, and the option that loads most is chosen.
-
-What the engine does not compute leaves it to other requests.
-"""
-
 TIMED_OUT_LOADS = 2
 """This many timeouts in a row from one tier set the expected time of its next load.
 
 The first timeout may be due to a machine that paused. An average would take some fifty timed-out
 loads to forget a fast past.
 """
+
+KNOWN_REQUESTS = 32
+"""Requests whose time besides loads and passes is remembered."""
+
+MAX_REQUEST_S = 0.05
+"""Most seconds of a request besides loads and passes. Longer ones waited for other requests."""
 
 PROFILE_WEIGHT = 2.0
 """Weight of the profile against the measured passes, in passes of a usual size."""
@@ -109,12 +107,17 @@ class ReuseCosts:
         self.profile: PrefillProfile | None = None
         # The engine recomputes tokens in the pass that computes the rest of the prompt.
         self.joins_passes = False
-        # By whether a pass recomputes tokens of a blend.
-        self._corrections = {False: PassCorrection(), True: PassCorrection()}
-        self._compute_fit, self._selection_fit = LinearFit(), LinearFit()
+        self._correction = PassCorrection()
+        # Of passes that recompute tokens of a blend, relative to the others.
+        self._recompute_correction = PassCorrection()
+        self._compute_fit = LinearFit()
+        self._selection_fit = LinearFit()  # seconds over the correction at that time
         self._load_fits: dict[str, LinearFit] = {}  # by tier
         self._timeouts_s: dict[str, list[float]] = {}  # by tier, since its last finished load
-        self._num_declined: Counter[bool] = Counter()  # by whether the option recomputes tokens
+        self._rests_s: deque[float] = deque(maxlen=KNOWN_REQUESTS)
+        self.request_s = 0.0
+        """Seconds that a request takes besides its loads and passes, predicted. Any thread may
+        read it."""
 
     def use_profile(self, profile: PrefillProfile, *, joins_passes: bool = False) -> None:
         """Predict computing from this profile. Without one it is predicted from tokens.
@@ -126,7 +129,8 @@ class ReuseCosts:
         """
         self.profile, self.joins_passes = profile, joins_passes
         usual_s = PROFILE_WEIGHT * profile.predict(0, profile.computed[-1])
-        self._corrections = {kind: PassCorrection(usual_s, usual_s) for kind in (False, True)}
+        self._correction = PassCorrection(usual_s, usual_s)
+        self._recompute_correction = PassCorrection(usual_s, usual_s)
 
     def pass_cost(self, cached: float, computed: int) -> float:
         """Return the cost of one pass, in seconds of the profile or else in tokens.
@@ -149,7 +153,10 @@ class ReuseCosts:
         if self.profile is None:
             self._compute_fit.observe(cost, seconds)
         elif cost > 0 and seconds > 0:
-            self._corrections[recomputed].observe(cost, seconds)
+            if recomputed:
+                self._recompute_correction.observe(self.correction * cost, seconds)
+            else:
+                self._correction.observe(cost, seconds)
 
     def observe_load(self, bytes_by_tier: Mapping[str, int], seconds: float) -> None:
         """Record the duration of one load, from its start until its tokens were usable.
@@ -182,9 +189,22 @@ class ReuseCosts:
             self._timeouts_s.setdefault(tier, []).append(seconds)
             del self._timeouts_s[tier][:-TIMED_OUT_LOADS]
 
+    def observe_request(self, predicted_s: float, measured_s: float) -> None:
+        """Record the time from a request's first pass to its first token.
+
+        Half of the requests take longer than predicted with ``request_s``, so those that shared
+        their passes with others do not count more than one each.
+
+        Args:
+            predicted_s: The predicted passes.
+        """
+        self._rests_s.append(measured_s - predicted_s)
+        rest_s = statistics.median(self._rests_s)
+        self.request_s = min(MAX_REQUEST_S, max(0.0, rest_s))
+
     def observe_selection(self, tokens: int, seconds: float) -> None:
         """Record how long it took to select the tokens to recompute in a load of this size."""
-        self._selection_fit.observe(tokens, seconds)
+        self._selection_fit.observe(tokens, seconds / self.correction)
 
     def predict_compute_s(self, cached: int, computed: int) -> float | None:
         """Return the predicted seconds to compute tokens after cached ones. None: not known yet."""
@@ -240,7 +260,8 @@ class ReuseCosts:
         known = [seconds for seconds in passes if seconds is not None]
         if len(known) < len(passes) or not _has_enough(self._selection_fit):
             return None
-        return PredictedTime(0.0, self._selection_fit.predict(end), sum(known))
+        select_s = self.correction * self._selection_fit.predict(end)
+        return PredictedTime(0.0, select_s, sum(known))
 
     def tier_bandwidths(self) -> Mapping[str, tuple[float, float]]:
         """Return (latency in seconds, bytes per second) of each tier with enough observations.
@@ -253,20 +274,21 @@ class ReuseCosts:
     @property
     def correction(self) -> float:
         """Measured over predicted seconds of passes; 1 without a profile."""
-        return self._corrections[False].factor
+        return self._correction.factor
 
-    def fastest(
+    def choose(
         self,
         num_cached: int,
         length: int,
         options: Sequence[ReuseOption],
         *,
-        tie_ratio: float = TIE_RATIO,
         min_gain: float = 0.0,
     ) -> ReuseOption | None:
         """Return the option with the lowest predicted time, or None to compute the whole prompt.
 
-        If any prediction is not known yet, the last option is returned, so that it is measured.
+        Of equal options the one that loads most is returned, because what an engine does not
+        compute leaves it to other requests. If any prediction is not known yet, the last option is
+        returned, so that it is measured.
 
         Args:
             num_cached: Number of tokens that the engine has cached.
@@ -284,42 +306,13 @@ class ReuseCosts:
         known = [seconds for seconds in predicted if seconds is not None]
         if len(known) < len(predicted):
             return options[-1]
-        limit_s = tie_ratio * min(known)
-        return next(
-            option
-            for option, seconds in zip((*reversed(options), None), reversed(known), strict=True)
-            if seconds <= limit_s
-        )
+        return (None, *options)[-1 - known[::-1].index(min(known))]
 
-    def choose(
-        self,
-        num_cached: int,
-        length: int,
-        options: Sequence[ReuseOption],
-        *,
-        tie_ratio: float = TIE_RATIO,
-        min_gain: float = 0.0,
-    ) -> ReuseOption | None:
-        """Choose as ``fastest`` does, but take every RETRY_EVERY-th declined option.
+    def may_be_faster(self, option: ReuseOption, num_cached: int, length: int) -> bool:
+        """Tell whether an option would be faster than computing if its loads took no time.
 
-        A retry renews the estimates of loads. An option that would lose even if its loads took no
-        time is never retried.
-
-        Call it once for each decision, because it counts the declined options. Exact and blended
-        options are counted apart, because a prompt may be asked for with one and then the other.
+        Only then it is worth measuring the loads of an option that was declined.
         """
-        chosen = self.fastest(num_cached, length, options, tie_ratio=tie_ratio, min_gain=min_gain)
-        if not options or chosen is options[-1]:
-            return chosen
-        declined = options[-1]
-        if not self._may_be_faster(declined, num_cached, length):
-            return chosen
-        recomputes = declined.recompute_tokens > 0
-        self._num_declined[recomputes] += 1
-        return declined if self._num_declined[recomputes] % RETRY_EVERY == 0 else chosen
-
-    def _may_be_faster(self, option: ReuseOption, num_cached: int, length: int) -> bool:
-        """Tell whether an option can be faster than computing, if its loads are fast enough."""
         compute_s = self.predict_compute_s(num_cached, length - num_cached)
         option_time = self._predict_without_loads(option, length)
         return compute_s is None or option_time is None or option_time.total_s < compute_s
@@ -328,8 +321,8 @@ class ReuseCosts:
         if computed <= 0:
             return 0.0
         if self.profile is not None:
-            factor = self._corrections[recomputed].factor
-            return factor * self.profile.predict(cached, computed)
+            relative = self._recompute_correction.factor if recomputed else 1.0
+            return self.correction * relative * self.profile.predict(cached, computed)
         if not _has_enough(self._compute_fit):
             return None
         return self._compute_fit.predict(computed)

@@ -78,6 +78,19 @@ def token_bytes(token_ids: TokenIds) -> bytes:
     return np.asarray(token_ids, dtype="<u4").tobytes()
 
 
+def common_tokens(one: TokenIds, other: TokenIds) -> int:
+    """Return the length of the longest common beginning of two prompts."""
+    equal, different = 0, min(len(one), len(other)) + 1
+    while different - equal > 1:
+        middle = (equal + different) // 2
+        # Slices are compared without a loop in Python.
+        if one[equal:middle] == other[equal:middle]:
+            equal = middle
+        else:
+            different = middle
+    return equal
+
+
 def token_digest(token_ids: TokenIds) -> bytes:
     """Return the 128-bit digest of a chunk's tokens, which needs no KV space."""
     hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=b"ragcache-tokens")

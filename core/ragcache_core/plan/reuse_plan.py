@@ -22,10 +22,11 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey
 from ragcache_core.store_api import MAX_NAME_CHARS
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 MAX_SEGMENTS = 4096
 DOMAIN_MAX_CHARS = 128
 MAX_ALPHA = 1e6
+MAX_HANDOFF_WAIT_S = 3600.0
 PLAIN_DOMAIN = "plain:"
 """Prefix of the access domains of clients that send no plan (``plain_domain``).
 
@@ -48,12 +49,23 @@ class Action(StrEnum):
     COMPUTE = "compute"  # load nothing
 
 
+class Handoff(StrEnum):
+    """An engine's part where one engine computes a prompt and another one decodes it.
+
+    Source: Mooncake section 3.
+    """
+
+    PREFILL = "prefill"  # computes the prompt and stores it, except for the last token
+    DECODE = "decode"  # waits until the store has the prompt, and decodes
+
+
 _ACTIONS: Final = tuple(Action)
 _CODES: Final = {action: code for code, action in enumerate(_ACTIONS)}
-_HANDOFF, _TRIAL, _HAS_ALPHA = 1, 2, 4
+_PREFILL, _TRIAL, _HAS_ALPHA, _DECODE = 1, 2, 4, 8
 
 # Little-endian without padding. The texts follow their lengths in UTF-8.
-_HEAD: Final = struct.Struct("<BBQdd")  # version, flags, planned_at_ms, recompute_share, alpha
+# Version, flags, planned_at_ms, recompute_share, alpha, handoff_wait_s.
+_HEAD: Final = struct.Struct("<BBQddd")
 _LENGTH: Final = struct.Struct("<H")
 _COUNTS: Final = struct.Struct("<HH")  # documents, segments
 _SEGMENT: Final = struct.Struct(f"<{KEY_BYTES}sIIBH")  # chunk, start, end, action, document
@@ -91,8 +103,9 @@ class ReusePlan:
             is deleted after it is not stored. 0: unknown.
         recompute_share: Maximum share of the tokens loaded from other prefixes (``blend``) that may
             be recomputed, in [0, 1].
-        handoff: One engine computes this prompt and another one decodes it, each with this plan. No
-            segment may be blended then.
+        handoff: The engine's part, if another one has the other part of this prompt.
+        handoff_wait_s: How long an engine that decodes waits for the other one before it computes
+            what is missing, in [0, MAX_HANDOFF_WAIT_S].
         alpha: Recomputation factor (Cache-Craft eq. 12), in [0, MAX_ALPHA]. None: the engine's
             default (``variant_selection.ALPHA``).
         trial: The engine stores nothing that it computes, excludes the timings from its cost
@@ -105,7 +118,8 @@ class ReusePlan:
     segments: tuple[Segment, ...]
     planned_at_ms: int = 0
     recompute_share: float = 0.0
-    handoff: bool = False
+    handoff: Handoff | None = None
+    handoff_wait_s: float = 0.0
     alpha: float | None = None
     trial: bool = False
 
@@ -123,12 +137,20 @@ class ReusePlan:
         documents = dict.fromkeys(one.document for one in self.segments if one.document)
         indexes = {"": 0} | {name: index for index, name in enumerate(documents, 1)}
         flags = (
-            _HANDOFF * self.handoff | _TRIAL * self.trial | _HAS_ALPHA * (self.alpha is not None)
+            _PREFILL * (self.handoff is Handoff.PREFILL)
+            | _DECODE * (self.handoff is Handoff.DECODE)
+            | _TRIAL * self.trial
+            | _HAS_ALPHA * (self.alpha is not None)
         )
         try:
             packed = [
                 _HEAD.pack(
-                    PLAN_VERSION, flags, self.planned_at_ms, self.recompute_share, self.alpha or 0.0
+                    PLAN_VERSION,
+                    flags,
+                    self.planned_at_ms,
+                    self.recompute_share,
+                    self.alpha or 0.0,
+                    self.handoff_wait_s,
                 ),
                 *map(_pack_text, (self.request, self.domain)),
                 _COUNTS.pack(len(documents), len(self.segments)),
@@ -155,8 +177,9 @@ class ReusePlan:
         version = reader.version()
         if version != PLAN_VERSION:
             raise InvalidInput("ragcache.v", f"is {version}", f"send version {PLAN_VERSION}")
-        _, flags, planned_at_ms, recompute_share, alpha = reader.unpack(_HEAD)
-        if flags & ~(_HANDOFF | _TRIAL | _HAS_ALPHA):
+        _, flags, planned_at_ms, recompute_share, alpha, wait_s = reader.unpack(_HEAD)
+        parts = flags & (_PREFILL | _DECODE)
+        if flags & ~(_PREFILL | _DECODE | _TRIAL | _HAS_ALPHA) or parts == _PREFILL | _DECODE:
             raise InvalidInput("ragcache.flags", f"are {flags}", "set those of this version")
         request, domain = reader.text("ragcache.request"), reader.text("ragcache.domain")
         num_documents, num_segments = reader.unpack(_COUNTS)
@@ -168,14 +191,11 @@ class ReusePlan:
             )
         documents = ["", *(reader.text("ragcache.documents") for _ in range(num_documents))]
         segments = _segments(reader.rest(num_segments * _SEGMENT.size), documents)
-        handoff, trial = bool(flags & _HANDOFF), bool(flags & _TRIAL)
-        if handoff and any(segment.action is Action.BLEND for segment in segments):
-            raise InvalidInput(
-                "ragcache.handoff", "is set, but segments may be blended", "plan exact segments"
-            )
+        handoff = {_PREFILL: Handoff.PREFILL, _DECODE: Handoff.DECODE}.get(parts)
+        trial = bool(flags & _TRIAL)
         if handoff and trial:
             raise InvalidInput(
-                "ragcache.trial", "is set, but a trial stores nothing", "set handoff to false"
+                "ragcache.trial", "is set, but a trial stores nothing", "leave out the handoff"
             )
         return cls(
             request=_short_text("ragcache.request", request),
@@ -184,6 +204,7 @@ class ReusePlan:
             planned_at_ms=_unix_ms("ragcache.planned_at_ms", planned_at_ms),
             recompute_share=_in_range("ragcache.recompute_share", recompute_share, 1),
             handoff=handoff,
+            handoff_wait_s=_in_range("ragcache.handoff_wait_s", wait_s, MAX_HANDOFF_WAIT_S),
             alpha=_in_range("ragcache.alpha", alpha, MAX_ALPHA) if flags & _HAS_ALPHA else None,
             trial=trial,
         )

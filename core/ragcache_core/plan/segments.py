@@ -129,6 +129,28 @@ def handoff_segments(
     return (*segments, *tail)[:MAX_SEGMENTS]
 
 
+def blended_pieces(plan: ReusePlan, num_tokens: int) -> tuple[NamedSegment, ...]:
+    """Return the pieces under which an engine hands off a prompt that it has blended.
+
+    They cover all tokens but the last. Their names depend on the request and not on tokens, so no
+    other request finds them: the KV of a blend depends on all that the engine has chosen for it.
+    Empty: the plan blends nothing.
+
+    Args:
+        num_tokens: Length of the prompt.
+    """
+    pieces = []
+    for start in range(0, num_tokens - 1, PIECE_TOKENS) if plan.blends else ():
+        end = min(start + PIECE_TOKENS, num_tokens - 1)
+        name = f"{plan.domain}\0{plan.request}\0{start}".encode(errors="surrogatepass")
+        chunk, prefix = (
+            hashlib.blake2b(name, digest_size=KEY_BYTES, person=person).digest()
+            for person in (b"ragcache-blend-c", b"ragcache-blend-p")
+        )
+        pieces.append(NamedSegment(Segment(chunk, start, end), VariantKey(chunk, prefix)))
+    return tuple(pieces[:MAX_SEGMENTS])
+
+
 def _cut(
     space: KVSpace, domain: str, token_ids: Sequence[int], first: int, last: int
 ) -> tuple[NamedSegment, ...]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
-from ragcache_core.identity.keys import PUBLIC_DOMAIN
+from ragcache_core.identity.keys import PUBLIC_DOMAIN, common_tokens
 
 MIN_TOKENS = 32
 """Least tokens by which a common prefix grows. Two names that begin alike add a token or two, and
@@ -39,7 +40,9 @@ class StablePrefixes:
         self._prefixes: OrderedDict[_Name, int] = OrderedDict()
         self._repeated: OrderedDict[_Name, int] = OrderedDict()
 
-    def split(self, head: Sequence[int], domain: str = PUBLIC_DOMAIN) -> int:
+    def split(
+        self, head: Sequence[int], domain: str = PUBLIC_DOMAIN, *, is_early: bool = False
+    ) -> int:
         """Return how many leading tokens of a head are a segment of their own.
 
         The same head is always split alike, while it is remembered.
@@ -47,35 +50,35 @@ class StablePrefixes:
         Args:
             head: Token ids of a prompt before its first chunk.
             domain: Access domain of the prompt.
+            is_early: The same question will have its head split again, so this one does not count.
 
         Returns:
             The number of tokens, or the length of the head if it is one segment.
         """
         name = domain, tuple(head)
         length = self._splits.get(name)
-        if length is not None:
-            _remember(self._repeated, name, length)
-        else:
+        is_known = length is not None
+        if length is None:
             length = self._find_split(name)
-        _remember(self._splits, name, length)
+        if not is_early:
+            if is_known:
+                _remember(self._repeated, name, length)
+            _remember(self._splits, name, length)
         return length
 
     def comes_once(self, head: Sequence[int], domain: str = PUBLIC_DOMAIN) -> bool:
         """Return whether a head that was just split is new, and so were the latest before it."""
         name = domain, tuple(head)
-        latest = [one for one in reversed(self._splits) if one[0] == domain][: NUM_CHANGES + 1]
-        return (
-            len(latest) > NUM_CHANGES
-            and name in latest
-            and not any(one in self._repeated for one in latest)
-        )
+        others = (one for one in reversed(self._splits) if one[0] == domain and one != name)
+        latest = [name, *islice(others, NUM_CHANGES)]
+        return len(latest) > NUM_CHANGES and not any(one in self._repeated for one in latest)
 
     def _find_split(self, name: _Name) -> int:
         domain, head = name
         prefixes = (p for p in _heads_of(domain, self._prefixes) if head[: len(p)] == p)
         known = max(prefixes, key=len, default=())
         others = _heads_of(domain, self._splits)
-        common = max((_common_length(head, other) for other in others), default=0)
+        common = max((common_tokens(head, other) for other in others), default=0)
         if common >= len(known) + MIN_TOKENS:
             known = head[:common]
         if not known:
@@ -86,13 +89,6 @@ class StablePrefixes:
 
 def _heads_of(domain: str, memory: OrderedDict[_Name, int]) -> Iterator[_Head]:
     return (head for owner, head in memory if owner == domain)
-
-
-def _common_length(one: _Head, other: _Head) -> int:
-    for index, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return index
-    return min(len(one), len(other))
 
 
 def _remember(memory: OrderedDict[_Name, int], name: _Name, length: int) -> None:

@@ -1,13 +1,19 @@
 """Plan a request: the order of documents, the engine, and what to load.
 
 Each engine is predicted with each order: queue, loads, recomputed tokens and prefill. Computing all
-that is not in the engine's prefix cache is always one of the options.
+that is not in the engine's prefix cache is always one of the options, and a load is chosen only if
+it is predicted to be no slower.
+
+An engine has the KV of another one through the cache store. The other engine stores what it
+computes, and also what it finds in its own prefix cache if the store has lost it. So a hot prefix
+is copied instead of queued for. A request goes elsewhere and loads it there as soon as that is
+predicted to be faster than the queue of the engine that has it, by what the copy costs others.
 
 Some engines of a pool may not have reported what prefills and loads take: those without RagCache,
 and a new replica until its first report. They are predicted with the costs of the median engine of
 those that have. So they do not change the choice between the other engines.
 
-Source: Mooncake section 2.2, equations 1 and 2, and section 4.1; RAGCache section 5.
+Source: Mooncake section 2.2, equations 1 and 2, and Algorithm 1; RAGCache section 5.
 """
 
 from __future__ import annotations
@@ -18,7 +24,6 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from ragcache_core.cost.engine_costs import EngineCosts
-from ragcache_core.cost.load_or_compute import TIE_RATIO
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.planner.document_order import order_documents
 from ragcache_core.planner.request_plan import (
@@ -34,8 +39,19 @@ from ragcache_core.planner.request_plan import (
 )
 from ragcache_core.planner.stored_path import DEVICE, STORE, StoredPath
 
+TIE_SHARE = 0.05
+"""Engines count as equal if their predictions differ by less than this share of the seconds that
+the request itself takes, because these are not exact. A share of the queue would hide what a cached
+prefix saves just when engines are busy."""
+
 BLEND_MIN_GAIN = 0.1
 """Share of the time of exact reuse that a blend has to save, as in the engine."""
+
+
+COPY_SHARE = 0.5
+"""Seconds that a copy will cost others, over those of its load. It takes the place of other KV in
+the engine's prefix cache, and some of that has to be loaded again. It counts only in the choice
+among engines: an engine whose queue takes a little longer keeps the requests for what it has."""
 
 
 class _Option(NamedTuple):
@@ -47,9 +63,14 @@ class _Option(NamedTuple):
     exact_end: int  # index of the first chunk that is neither cached nor loaded exactly
     cached_end: int  # index of the first chunk that the engine does not have
     blend_tiers: tuple[str, ...]  # tiers from which chunks are blended; empty: no blend
+    queue_s: float
     load_s: float
     recompute_s: float
     prefill_s: float
+
+    @property
+    def seconds(self) -> PlanSeconds:
+        return PlanSeconds(self.queue_s, self.load_s, self.recompute_s, self.prefill_s)
 
     @property
     def kind(self) -> Literal["compute", "exact", "blend"]:
@@ -67,9 +88,10 @@ def plan_request(
 ) -> RequestPlan:
     """Return the plan with the least predicted time to the first token.
 
-    Engines within ``TIE_RATIO`` of the fastest one count as equal. Of these the one with the fewest
-    requests in flight is chosen, then the one that has most of the prompt, then the one that got no
-    request for the longest time. The same rule chooses if no engine has reported its costs.
+    Engines that differ by less than ``TIE_SHARE`` count as equal. Of these the one with the fewest
+    decodes is chosen, and then the one with the most free tokens. What decides last is how
+    much of the prompt each engine has, and then how long it got no request. If no engine has
+    reported its costs, the one with the fewest requests in flight is chosen.
 
     Args:
         engines: Those without costs are assumed to have the costs of the median engine, by the time
@@ -82,8 +104,7 @@ def plan_request(
     if not engines:
         return RequestPlan(orders[-1], "")
     if policy.reuse == "off":
-        engine = min(engines, key=lambda e: (e.in_flight, e.last_chosen))
-        return RequestPlan(orders[0], engine.source, _computed(paths[0]), _off_s(engine, prompt))
+        return _without_reuse(orders[0], paths[0], engines, prompt.num_tokens)
     if engines[0].costs is None:
         return _without_costs(orders, paths, engines)
     options: list[_Option] = []
@@ -91,21 +112,14 @@ def plan_request(
         _best_of_engine(index, engine, paths, prompt.tail_tokens, policy, options)
         for index, engine in enumerate(engines)
     ]
-    chosen = min(
-        _ties(best),
-        key=lambda o: (
-            engines[o.engine_index].in_flight,
-            -paths[o.order_index].ends[o.cached_end],
-            engines[o.engine_index].last_chosen,
-        ),
-    )
+    chosen = _choose(best, paths, engines)
     others = [option for option in options if option is not chosen]
     runner_up = min(others) if others else None
     return RequestPlan(
         orders[chosen.order_index],
         engines[chosen.engine_index].source,
         _decisions(chosen, paths[chosen.order_index], engines[chosen.engine_index]),
-        _seconds(chosen, engines),
+        chosen.seconds,
         _alternative(runner_up, orders, engines) if runner_up is not None else None,
         len(options),
     )
@@ -152,7 +166,7 @@ def _best_of_engine(
     options: list[_Option],
 ) -> _Option:
     """Return the fastest option of an engine, and add all that were compared to ``options``."""
-    costs, queue_s = engine.costs, engine.queue_s
+    costs = engine.costs
     assert costs is not None
     best: _Option | None = None
     length = paths[0].ends[-1] + tail_tokens
@@ -164,13 +178,21 @@ def _best_of_engine(
         cached = ends[cached_end]
         prefill_s = rest_s.get(cached, 0.0)
         if not prefill_s:
-            prefill_s = rest_s[cached] = costs.compute_s(cached, length - cached)
-        total_s = queue_s + prefill_s
-        found = [
-            _Option(
-                total_s, order_index, engine_index, cached_end, cached_end, (), 0.0, 0.0, prefill_s
-            )
-        ]
+            prefill_s = rest_s[cached] = costs.prefill_s(cached, length - cached)
+        queue_s = _queue_s(engine, costs, length - cached)
+        exact = _Option(
+            queue_s + prefill_s,
+            order_index,
+            engine_index,
+            cached_end,
+            cached_end,
+            (),
+            queue_s,
+            0.0,
+            0.0,
+            prefill_s,
+        )
+        options.append(exact)
         for end, sizes in _loads(path, engine, cached_end):
             load_s = 0.0
             for tier, num_bytes in sizes.items():
@@ -178,21 +200,26 @@ def _best_of_engine(
             cached = ends[end]
             after_s = rest_s.get(cached, 0.0)
             if not after_s:
-                after_s = rest_s[cached] = costs.compute_s(cached, length - cached)
+                after_s = rest_s[cached] = costs.prefill_s(cached, length - cached)
             total_s = queue_s + load_s + after_s
-            found.append(
-                _Option(
-                    total_s, order_index, engine_index, end, cached_end, (), load_s, 0.0, after_s
-                )
+            option = _Option(
+                total_s,
+                order_index,
+                engine_index,
+                end,
+                cached_end,
+                (),
+                queue_s,
+                load_s,
+                0.0,
+                after_s,
             )
-        options += found
-        # As in the engine: of equal options the one that loads most leaves most to other requests.
-        exact = found[0]
-        if len(found) > 1:
-            limit_s = queue_s + TIE_RATIO * (min(found).total_s - queue_s)
-            exact = next(one for one in reversed(found) if one.total_s <= limit_s)
+            options.append(option)
+            # Of equal options the one that loads most leaves most to other requests.
+            if total_s <= exact.total_s:
+                exact = option
         if path.variants and engine.reads_store:
-            blend = _blend(exact, path, costs, length, queue_s, policy)
+            blend = _blend(exact, path, costs, length, policy)
             if blend is not None:
                 options.append(blend)
                 if blend.total_s <= queue_s + (1 - BLEND_MIN_GAIN) * (exact.total_s - queue_s):
@@ -208,7 +235,6 @@ def _blend(
     path: StoredPath,
     costs: EngineCosts,
     length: int,
-    queue_s: float,
     policy: PlanPolicy,
 ) -> _Option | None:
     """Return the option that loads chunks after the exact ones from after other prefixes."""
@@ -216,7 +242,8 @@ def _blend(
     first = max(exact.exact_end, path.num_head)
     computed = length - ends[exact.exact_end]
     # Seconds that loading saves for each token, because a share of the tokens is recomputed.
-    token_s = (1 - policy.recompute_share) * exact.prefill_s / computed if computed else 0.0
+    compute_s = costs.compute_s(length - computed, computed)
+    token_s = (1 - policy.recompute_share) * compute_s / computed if computed else 0.0
     sizes: dict[str, int] = {}
     tokens_by_tier: dict[str, int] = {}
     for index in range(first, len(path.chunks)):
@@ -236,10 +263,10 @@ def _blend(
     load_s = exact.load_s + sum([costs.load_s(tier, sizes[tier]) for tier in tiers])
     recomputed = round(policy.recompute_share * blended)
     computed += recomputed - blended
-    passes_s = costs.compute_s(length - computed, computed)
+    passes_s = costs.prefill_s(length - computed, computed)
     recompute_s = passes_s * recomputed / computed if computed else 0.0
     return exact._replace(
-        total_s=queue_s + load_s + passes_s,
+        total_s=exact.queue_s + load_s + passes_s,
         blend_tiers=tiers,
         load_s=load_s,
         recompute_s=recompute_s,
@@ -247,9 +274,66 @@ def _blend(
     )
 
 
-def _ties(options: Sequence[_Option]) -> list[_Option]:
-    limit_s = TIE_RATIO * min(options).total_s
-    return [option for option in options if option.total_s <= limit_s]
+def _queue_s(engine: PlannedEngine, costs: EngineCosts, new_tokens: int) -> float:
+    """Return the predicted seconds until an engine can begin with a prompt.
+
+    A prompt that does not fit into the free tokens waits until another request ends, or vLLM
+    preempts one. It counts as much as computing the missing tokens again, which a preempted request
+    needs.
+
+    Args:
+        new_tokens: Tokens of the prompt that the engine does not have.
+    """
+    if engine.free_tokens is None or new_tokens <= engine.free_tokens:
+        return engine.queue_s
+    return engine.queue_s + costs.compute_s(0, new_tokens - engine.free_tokens)
+
+
+def _choose(
+    options: Sequence[_Option], paths: Sequence[StoredPath], engines: Sequence[PlannedEngine]
+) -> _Option:
+    """Choose among the best options of the engines.
+
+    An engine that reports no free tokens reports no decodes either. What it has in flight counts.
+    """
+
+    def load(option: _Option) -> tuple[int, int, int, int]:
+        engine = engines[option.engine_index]
+        knows = engine.free_tokens is not None
+        return (
+            engine.num_decoding if knows else engine.in_flight,
+            -(engine.free_tokens or 0),
+            -paths[option.order_index].ends[option.cached_end],
+            engine.last_chosen,
+        )
+
+    best = min(options, key=_shared_s)
+    limit_s = _shared_s(best) + TIE_SHARE * (best.total_s - best.queue_s)
+    return min((option for option in options if _shared_s(option) <= limit_s), key=load)
+
+
+def _shared_s(option: _Option) -> float:
+    """Return the seconds of an option with those that its load will cost other requests."""
+    return option.total_s + COPY_SHARE * option.load_s
+
+
+def _without_reuse(
+    order: tuple[int, ...], path: StoredPath, engines: Sequence[PlannedEngine], length: int
+) -> RequestPlan:
+    """Plan to compute everything."""
+    if engines[0].costs is None:
+        engine = min(engines, key=lambda one: (one.in_flight, one.last_chosen))
+        return RequestPlan(order, engine.source, _computed(path))
+    options = []
+    for index, engine in enumerate(engines):
+        assert engine.costs is not None
+        queue_s = _queue_s(engine, engine.costs, length)
+        prefill_s = engine.costs.prefill_s(0, length)
+        options.append(
+            _Option(queue_s + prefill_s, 0, index, 0, 0, (), queue_s, 0.0, 0.0, prefill_s)
+        )
+    chosen = _choose(options, [path], engines)
+    return RequestPlan(order, engines[chosen.engine_index].source, _computed(path), chosen.seconds)
 
 
 def _without_costs(
@@ -271,7 +355,7 @@ def _without_costs(
     path, engine = paths[order_index], engines[engine_index]
     cached_end = _cached_end(path, engine)
     exact_end = _loadable_end(path, engine, cached_end)
-    option = _Option(0.0, order_index, engine_index, exact_end, cached_end, (), 0.0, 0.0, 0.0)
+    option = _Option(0.0, order_index, engine_index, exact_end, cached_end, (), 0.0, 0.0, 0.0, 0.0)
     decisions = _decisions(option, path, engine)
     num_considered = len(orders) * len(engines)
     return RequestPlan(orders[order_index], source, decisions, num_considered=num_considered)
@@ -346,21 +430,8 @@ def _with_assumed_costs(
     return [replace(one, costs=assumed) if one.costs is None else one for one in engines]
 
 
-def _off_s(engine: PlannedEngine, prompt: PlannedPrompt) -> PlanSeconds | None:
-    if engine.costs is None:
-        return None
-    return PlanSeconds(engine.queue_s, 0.0, 0.0, engine.costs.compute_s(0, prompt.num_tokens))
-
-
-def _seconds(option: _Option, engines: Sequence[PlannedEngine]) -> PlanSeconds:
-    queue_s = engines[option.engine_index].queue_s
-    return PlanSeconds(queue_s, option.load_s, option.recompute_s, option.prefill_s)
-
-
 def _alternative(
     option: _Option, orders: Sequence[tuple[int, ...]], engines: Sequence[PlannedEngine]
 ) -> PlanAlternative:
     source = engines[option.engine_index].source
-    return PlanAlternative(
-        source, orders[option.order_index], option.kind, _seconds(option, engines)
-    )
+    return PlanAlternative(source, orders[option.order_index], option.kind, option.seconds)

@@ -55,6 +55,10 @@ class PlanPolicy:
     token_bytes: float
 
 
+EngineRole = Literal["both", "prefill", "decode"]
+"""What an engine does for a request: all of it, or only one of the two phases."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedEngine:
     """The state of an engine, as far as a plan needs it.
@@ -69,6 +73,10 @@ class PlannedEngine:
             reports no costs.
         computed: Leading chunks of prompts that it has computed while the request's search ran. The
             tree may not have them yet, because the engine's feed takes a few milliseconds.
+        num_decoding: Requests whose answers it generates.
+        free_tokens: Tokens of KV that its cache can take without preempting a request. None: it
+            has not said it.
+        role: What it does for a request: all of it, or only one of the two phases.
     """
 
     source: str
@@ -78,6 +86,9 @@ class PlannedEngine:
     last_chosen: int
     reads_store: bool = True
     computed: Sequence[Sequence[ChunkKey]] = ()
+    num_decoding: int = 0
+    free_tokens: int | None = None
+    role: EngineRole = "both"
 
 
 class ChunkAction(StrEnum):
@@ -166,6 +177,8 @@ class RequestPlan:
         seconds: None: no engine has reported its costs.
         runner_up: The next best plan. None: there is none, or nothing can be predicted.
         num_considered: Plans that were compared, this one included.
+        prefill_source: The engine that computes the prompt for the other one. "": there is none.
+        handoff_s: Predicted seconds that the other one then needs to load it and to begin.
     """
 
     order: tuple[int, ...]
@@ -174,6 +187,8 @@ class RequestPlan:
     seconds: PlanSeconds | None = None
     runner_up: PlanAlternative | None = None
     num_considered: int = 1
+    prefill_source: str = ""
+    handoff_s: float = 0.0
     is_reordered: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -184,3 +199,8 @@ class RequestPlan:
         """Tokens of the leading chunks that the engine has or loads exactly."""
         exact = (ChunkAction.CACHED, ChunkAction.LOAD)
         return sum(d.num_tokens for d in takewhile(lambda d: d.action in exact, self.decisions))
+
+    @property
+    def uncomputed_tokens(self) -> int:
+        """Tokens of all chunks that the engine has or loads, blended ones too."""
+        return sum(d.num_tokens for d in self.decisions if d.action is not ChunkAction.COMPUTE)

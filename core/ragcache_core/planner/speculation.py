@@ -20,8 +20,6 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from ragcache_core.identity.keys import TokenIds
-
 LEAST_SAVING_S = 0.01
 """A guess saves more than this: about the time of the gateway and the engine for one request."""
 
@@ -42,27 +40,22 @@ class Decision(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an engine has to do beside a question.
+    """What an engine has to do beside a question, of all gateways.
 
     Attributes:
-        num_pending: Requests that have no first token yet.
+        num_pending: Requests that have no first token yet, guesses included.
         num_decoding: Requests whose answers it generates.
-        queue_s: Time that the latest requests waited to be scheduled. It shows requests of other
-            gateways.
+        queue_s: Predicted seconds until all pending requests have their first token.
     """
 
     num_pending: int
     num_decoding: int
     queue_s: float
 
-    def delayed_requests(self, prefill_s: float) -> float:
-        """Return how many requests a prefill of so many seconds would delay."""
-        hidden = self.queue_s / prefill_s if prefill_s > 0 else 0.0
-        return self.num_pending + self.num_decoding + hidden
-
-    def wait_s(self, prefill_s: float) -> float:
-        """Return how long a guess waits if all prefills take so many seconds."""
-        return self.num_pending * prefill_s + self.queue_s
+    @property
+    def num_delayed(self) -> int:
+        """How many requests a prefill would delay."""
+        return self.num_pending + self.num_decoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +88,7 @@ def may_be_beneficial(final_probability: float, load: Load) -> bool:
 
     A guess that passes may still waste more than it saves (``net_saving_s``).
     """
-    others = load.num_pending + load.num_decoding
-    return final_probability > (1.0 - final_probability) * others
+    return final_probability > (1.0 - final_probability) * load.num_delayed
 
 
 def net_saving_s(
@@ -108,11 +100,11 @@ def net_saving_s(
         final_probability: That the final stage has the guess's candidates, in [0, 1].
         remaining_s: Expected time to the end of the search.
     """
-    available_s = remaining_s - load.wait_s(cost.prefill_s)
+    available_s = remaining_s - load.queue_s
     overlap_s = max(0.0, min(cost.prefill_s, available_s))
     saved_s = overlap_s - cost.again_s
     delay_s = min(cost.step_s, cost.prefill_s) / 2
-    wasted_s = delay_s + load.delayed_requests(cost.prefill_s) * overlap_s
+    wasted_s = delay_s + load.num_delayed * overlap_s
     return final_probability * saved_s - (1.0 - final_probability) * wasted_s
 
 
@@ -164,19 +156,6 @@ def remaining_search_s(progress: float, search_s: float, elapsed_s: float, usual
     """
     scan_s = search_s * (1.0 - progress) / progress if progress > 0 else 0.0
     return max(scan_s, usual_s - elapsed_s, 0.0)
-
-
-def common_tokens(one: TokenIds, other: TokenIds) -> int:
-    """Return the length of the longest common beginning of two prompts."""
-    equal, different = 0, min(len(one), len(other)) + 1
-    while different - equal > 1:
-        middle = (equal + different) // 2
-        # Slices are compared without a loop in Python.
-        if one[equal:middle] == other[equal:middle]:
-            equal = middle
-        else:
-            different = middle
-    return equal
 
 
 def computed_tokens(cost: GuessCost, elapsed_s: float) -> int:

@@ -42,6 +42,7 @@ class StoredPath:
         copies: The best exact copy of each node in a cache store; None: there is none.
         variants: The best copy of each chunk after any prefix; None: there is none. Empty unless
             the policy is to blend.
+        token_bytes: Bytes of one token's KV.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class StoredPath:
         self.chunks = chunks
         self.num_head = num_head = len(prompt.head)
         self.ends = [0, *accumulate(num_tokens)]
-        self._token_bytes = token_bytes = policy.token_bytes
+        self.token_bytes = token_bytes = policy.token_bytes
         self.nodes = list(tree.walk(chunks))
         self.copies = [_store_copy(node, token_bytes, stale, exact=True) for node in self.nodes]
         # Bytes of the copies before each index, by tier.
@@ -156,7 +157,7 @@ class StoredPath:
         return [*found, (end, sizes)] if sizes else []
 
     def _bytes_of(self, index: int) -> int:
-        return round(self._token_bytes * (self.ends[index + 1] - self.ends[index]))
+        return round(self.token_bytes * (self.ends[index + 1] - self.ends[index]))
 
 
 def is_on_disk_only(tree: KnowledgeTree, chunk: ChunkKey, stale: Collection[str] = ()) -> bool:

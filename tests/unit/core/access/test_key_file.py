@@ -18,6 +18,7 @@ from ragcache_core.access.caller import (
     Caller,
     NotAllowed,
     Scope,
+    TenantRules,
 )
 from ragcache_core.access.key_file import (
     KeyTable,
@@ -27,6 +28,8 @@ from ragcache_core.access.key_file import (
     key_of,
     parse_key_file,
 )
+from ragcache_core.access.quota import QuotaLimit, QuotaResource
+from ragcache_core.access.usage import Period
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import PUBLIC_DOMAIN
 from ragcache_core.retrieval.filters import And, Filter, In
@@ -124,11 +127,38 @@ def test_callers_without_a_tenant_share_the_public_domain() -> None:
     assert ANYONE.cache_salt is None
 
 
+def test_a_caller_has_the_rules_of_its_tenant() -> None:
+    tenants = (
+        "[[tenants]]\nname = 'red'\nweight = 2\nquota = { tokens_per_day = 5 }\n"
+        "[[tenants]]\nname = 'gone'\n"
+    )
+    quota = "{ requests_per_minute = 1 }"
+    text = f"cached_token_price = 0.5\n{entry(tenant=repr('red'), quota=quota)}{tenants}"
+    table = parse(text)
+    caller = table.find(KEY)
+    assert caller is not None
+    assert caller.quota == (QuotaLimit(QuotaResource.REQUESTS, Period.MINUTE, 1),)
+    tokens = QuotaLimit(QuotaResource.TOKENS, Period.DAY, 5)
+    assert caller.rules == TenantRules(2.0, (tokens,))
+    assert caller.cached_token_price == 0.5
+    assert table.weights == {"red": 2.0}
+
+
 @pytest.mark.parametrize(
     ("text", "field"),
     [
         ("keys = 1", "keys"),
-        ("[key]", "keys"),
+        ("[key]", "key"),
+        ("tenants = 1", "tenants"),
+        ("cached_token_price = 2", "cached_token_price"),
+        ("cached_token_price = nan", "cached_token_price"),
+        ("[[tenants]]\nweight = 1", "tenants[0].name"),
+        ('[[tenants]]\nname = "a"\nweight = 0', "tenants[0].weight"),
+        ('[[tenants]]\nname = "a"\nweight = true', "tenants[0].weight"),
+        ('[[tenants]]\nname = "a"\nquota = { x = 1 }', "tenants[0].quota.x"),
+        ('[[tenants]]\nname = "a"\nlimit = 1', "tenants[0].limit"),
+        (2 * '[[tenants]]\nname = "a"\n', "tenants[1]"),
+        (entry(quota="{ tokens_per_day = -1 }"), "keys[0].quota.tokens_per_day"),
         ("[[keys]]\nname = ", "keys"),
         (entry(name='"a b"'), "keys[0].name"),
         (entry(tenant='""'), "keys[0].tenant"),

@@ -30,7 +30,7 @@ def test_the_last_lookup_is_at_the_deadline() -> None:
     while (again := wait.record_missing(now)) is not None:
         now, asked = again, asked + 1
     assert now == 30.0
-    assert asked < 100
+    assert asked < 300
 
 
 def test_one_unanswered_lookup_is_repeated_and_two_are_an_outage() -> None:

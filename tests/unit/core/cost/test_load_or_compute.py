@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.cost.load_or_compute import (
-    RETRY_EVERY,
-    TIE_RATIO,
+    KNOWN_REQUESTS,
+    MAX_REQUEST_S,
     TIMED_OUT_LOADS,
     ReuseCosts,
     ReuseOption,
@@ -55,11 +55,11 @@ def chain(*ends: int, tier: Tier = Tier.MEMORY) -> list[ReuseOption]:
 def test_reuse_that_saves_most_of_a_slow_prefill_is_chosen() -> None:
     costs = engine()
     for reuse in (blend(), *chain(1968)):
-        assert all(costs.choose(0, LENGTH, [reuse], tie_ratio=1.0) is reuse for _ in range(50))
+        assert all(costs.choose(0, LENGTH, [reuse]) is reuse for _ in range(50))
 
 
 def test_recomputing_the_whole_prompt_is_not_chosen() -> None:
-    assert engine().choose(0, LENGTH, [blend(1968)], tie_ratio=1.0) is None
+    assert engine().choose(0, LENGTH, [blend(1968)]) is None
 
 
 def test_tokens_are_recomputed_in_the_pass_of_the_rest_where_that_is_possible() -> None:
@@ -90,14 +90,16 @@ def test_passes_that_recompute_have_a_correction_of_their_own(slower: float) -> 
 
 def test_an_option_has_to_save_the_wanted_share() -> None:
     costs, half = engine(), ReuseOption(1968, {}, 968)
-    assert costs.choose(0, LENGTH, [half], tie_ratio=1.0, min_gain=0.4) is half
-    assert costs.choose(0, LENGTH, [half], tie_ratio=1.0, min_gain=0.6) is None
+    assert costs.choose(0, LENGTH, [half], min_gain=0.4) is half
+    assert costs.choose(0, LENGTH, [half], min_gain=0.6) is None
 
 
-def test_an_option_that_cannot_be_faster_is_not_retried() -> None:
-    costs = engine()
-    taken = [costs.choose(0, LENGTH, [blend(1968)], tie_ratio=1.0) for _ in range(4 * RETRY_EVERY)]
-    assert not any(taken)
+def test_only_an_option_that_fast_loads_would_make_faster_is_worth_measuring() -> None:
+    costs = engine(byte_s=2e-6)
+    for option in (blend(), *chain(1968)):
+        assert costs.choose(0, LENGTH, [option]) is None
+        assert costs.may_be_faster(option, 0, LENGTH)
+    assert not costs.may_be_faster(blend(1968), 0, LENGTH)
 
 
 def test_loading_from_a_slow_disk_is_not_chosen() -> None:
@@ -113,24 +115,6 @@ def test_an_unknown_cost_is_tried() -> None:
     assert engine(byte_s=2e-6, seen=3).choose(0, LENGTH, [reuse]) is reuse
 
 
-def test_a_declined_option_is_retried_periodically() -> None:
-    costs = engine(byte_s=2e-6)
-    taken = [costs.choose(0, LENGTH, chain(1968)) for _ in range(4 * RETRY_EVERY)]
-    assert sum(reuse is not None for reuse in taken) == 4
-
-
-def test_exact_and_blended_options_are_retried_separately() -> None:
-    """A prompt may be asked for as a blend and, where that does not pay, exactly."""
-    costs = engine(byte_s=2e-6)
-    tried = []
-    for _ in range(2 * RETRY_EVERY):
-        for ways in ([blend()], chain(1968)):
-            tried += [
-                reuse.recompute_tokens > 0 for reuse in [costs.choose(0, LENGTH, ways)] if reuse
-            ]
-    assert sorted(tried) == [False, False, True, True]
-
-
 def test_a_tier_that_times_out_twice_is_avoided_until_it_recovers() -> None:
     """However often it was fast before."""
     costs = engine()
@@ -140,8 +124,7 @@ def test_a_tier_that_times_out_twice_is_avoided_until_it_recovers() -> None:
     for number in range(TIMED_OUT_LOADS):
         assert costs.choose(0, LENGTH, ways) is ways[0], f"timed out {number} times"
         costs.observe_timeout([Tier.MEMORY], 5.0)
-    taken = [costs.choose(0, LENGTH, ways) for _ in range(2 * RETRY_EVERY)]
-    assert sum(reuse is not None for reuse in taken) == 2
+    assert not any(costs.choose(0, LENGTH, ways) for _ in range(50))
     assert costs.choose(0, LENGTH, chain(1968, tier=Tier.DISK)) is not None, "another tier"
     costs.observe_load({Tier.MEMORY: 10**6}, 0.015)
     assert costs.choose(0, LENGTH, ways) is ways[0]
@@ -174,10 +157,32 @@ def test_loading_ends_where_computing_becomes_faster() -> None:
 
 
 def test_of_equal_times_the_larger_load_is_chosen() -> None:
-    costs = engine(byte_s=1e-6)  # a millisecond a token, as computing
-    ways = chain(500, 1000, 1900)
-    assert costs.choose(0, LENGTH, ways) is ways[-1]
-    assert costs.choose(0, LENGTH, ways, tie_ratio=1.0) is None
+    costs = engine()
+    ways = [ReuseOption(500, {}), ReuseOption(1000, {}, 500), ReuseOption(1000, {}, 500)]
+    costs.observe_selection(1000, 1e-9)
+    assert costs.choose(0, LENGTH, ways[1:]) is ways[2]
+    costs = engine(byte_s=1e-6)  # a millisecond per token, as computing, and 5 ms for each load
+    assert costs.choose(0, LENGTH, chain(500, 1000, 1900)) is None
+
+
+@given(st.floats(0.1, 10))
+def test_what_only_a_blend_does_follows_the_speed_of_the_machine(slower: float) -> None:
+    """Also while no blend is chosen, so that a slow minute does not rule out blends for ever."""
+    costs, option = engine(), ReuseOption(1968, {}, 295)
+    for _ in range(300):
+        costs.observe_compute(1.0, slower)
+    for tokens in (500, 1000, 1500, 2000) * 50:
+        costs.observe_selection(tokens, slower * (0.005 + 1e-5 * tokens))
+        costs.observe_compute(1.0, slower, recomputed=True)
+    while_slow = costs.predict(option, LENGTH)
+    for _ in range(300):
+        costs.observe_compute(1.0, 1.0)
+    afterwards, new = costs.predict(option, LENGTH), engine().predict(option, LENGTH)
+    assert while_slow is not None
+    assert afterwards is not None
+    assert new is not None
+    assert while_slow.total_s == pytest.approx(slower * new.total_s, rel=0.05)
+    assert afterwards.total_s == pytest.approx(new.total_s, rel=0.05)
 
 
 def test_without_a_profile_passes_determine_the_compute_time() -> None:
@@ -251,18 +256,15 @@ def test_known_tiers_are_scaled_by_the_same_factor(slower: float) -> None:
     st.floats(1e-9, 1e-5),
     st.integers(0, 1999),
 )
-def test_the_chosen_option_is_near_the_fastest(
+def test_no_option_is_predicted_to_be_faster_than_the_chosen_one(
     ends: Sequence[int], byte_s: float, first: int
 ) -> None:
     costs = engine(byte_s=byte_s)
     ways = [reuse for reuse in chain(*sorted(ends)) if reuse.end > first]
     chosen = costs.choose(first, LENGTH, ways)
-    takes = {
-        reuse.end: 0.005 + byte_s * TOKEN_BYTES * reuse.end + 1e-3 * (LENGTH - reuse.end)
-        for reuse in ways
-    }
-    takes[first] = 1e-3 * (LENGTH - first)
-    assert takes[chosen.end if chosen else first] <= 1.02 * TIE_RATIO * min(takes.values())
+    takes = {one.end: costs.predict_s(one, LENGTH) or 0.0 for one in ways}
+    takes[first] = costs.predict_compute_s(first, LENGTH - first) or 0.0
+    assert takes[chosen.end if chosen else first] == min(takes.values())
 
 
 @given(st.integers(0, 4000), st.integers(1, 4000))
@@ -342,3 +344,16 @@ class TestDepth:
     def test_an_invalid_model_is_rejected(self, layers: int, compute: float, load: float) -> None:
         with pytest.raises(ValueError, match="must be"):
             preload_depth(layers, compute, load)
+
+
+@given(st.lists(st.floats(-0.1, 1.0), min_size=1, max_size=40))
+def test_the_rest_of_a_request_is_what_half_of_the_last_ones_took(rests: list[float]) -> None:
+    costs = engine()
+    for rest in rests:
+        costs.observe_request(0.2, 0.2 + rest)
+    last = rests[-KNOWN_REQUESTS:]
+    assert 0.0 <= costs.request_s <= MAX_REQUEST_S
+    if 0.0 < costs.request_s < MAX_REQUEST_S:
+        above = sum(rest > costs.request_s + 1e-9 for rest in last)
+        below = sum(rest < costs.request_s - 1e-9 for rest in last)
+        assert max(above, below) <= len(last) / 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import assemble, plan_exact
-from ragcache_core.plan.reuse_plan import DOMAIN_MAX_CHARS, ReusePlan
+from ragcache_core.plan.reuse_plan import DOMAIN_MAX_CHARS, Action, ReusePlan, Segment
 from ragcache_core.plan.segments import (
     PIECE_TOKENS,
+    blended_pieces,
     checked_segments,
     handoff_segments,
     plain_domain,
@@ -71,6 +73,23 @@ def test_a_handoff_covers_all_but_the_last_token(ids: list[int], data: st.DataOb
     assert all(n.segment.end - n.segment.start <= PIECE_TOKENS for n in segments[len(own) :])
     plan = ReusePlan("r", "d", tuple(named.segment for named in segments))
     assert checked_segments(plan, ids, SPACE) == segments
+
+
+@given(st.integers(2, 4 * PIECE_TOKENS), st.sampled_from(["r", "s"]))
+def test_pieces_of_a_blend_cover_all_but_the_last_token_of_one_request(
+    length: int, request: str
+) -> None:
+    segments = (Segment(bytes(16), 0, length - 1, Action.BLEND),)
+    plan = ReusePlan(request, "d", segments)
+    pieces = blended_pieces(plan, length)
+    starts = [one.segment.start for one in pieces]
+    assert starts == list(range(0, length - 1, PIECE_TOKENS))
+    assert [one.segment.end for one in pieces] == [*starts[1:], length - 1]
+    names = {one.variant for one in pieces}
+    others = (replace(plan, request="other"), replace(plan, domain="other"))
+    assert not names & {one.variant for other in others for one in blended_pieces(other, length)}
+    exact = replace(plan, segments=(replace(segments[0], action=Action.EXACT),))
+    assert blended_pieces(exact, length) == ()
 
 
 @given(salts, salts)

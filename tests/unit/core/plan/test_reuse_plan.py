@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.reuse_plan import (
     MAX_ALPHA,
+    MAX_HANDOFF_WAIT_S,
     MAX_SEGMENTS,
     PLAIN_DOMAIN,
     Action,
+    Handoff,
     ReusePlan,
     Segment,
     document_name,
@@ -42,7 +44,10 @@ def plans(draw: st.DrawFn) -> ReusePlan:
     plan = ReusePlan(
         draw(text), domain, tuple(segments), planned_at_ms, share, alpha=alpha, trial=trial
     )
-    return replace(plan, handoff=not (plan.blends or trial) and draw(st.booleans()))
+    if trial or draw(st.booleans()):
+        return plan
+    wait_s = draw(st.floats(0, MAX_HANDOFF_WAIT_S))
+    return replace(plan, handoff=draw(st.sampled_from(Handoff)), handoff_wait_s=wait_s)
 
 
 SEGMENTS = (Segment(bytes(16), 0, 4), Segment(bytes(16), 4, 9, Action.COMPUTE, "d/1"))
@@ -151,10 +156,15 @@ def test_a_wrong_field_is_named(field: str, value: object) -> None:
     assert blamed(replace(PLAN, **{field: value})) == f"ragcache.{field}"  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("offset", "named"), [(0, "ragcache.v"), (1, "ragcache.flags")])
-def test_another_version_and_unknown_flags_are_refused(offset: int, named: str) -> None:
+@pytest.mark.parametrize(
+    ("offset", "value", "named"),
+    [(0, 8, "ragcache.v"), (1, 16, "ragcache.flags"), (1, 1 | 8, "ragcache.flags")],
+)
+def test_another_version_and_flags_that_no_plan_has_are_refused(
+    offset: int, value: int, named: str
+) -> None:
     packed = bytearray(base64.b64decode(PLAN.encode()))
-    packed[offset] = 8
+    packed[offset] = value
     with pytest.raises(InvalidInput) as refused:
         ReusePlan.decode(base64.b64encode(bytes(packed)).decode())
     assert refused.value.field == named
@@ -187,13 +197,8 @@ def test_a_plan_blends_if_any_of_its_segments_does(action: Action) -> None:
     assert not ReusePlan("request-1", "public", ()).blends
 
 
-def test_a_blended_plan_cannot_be_handed_off() -> None:
-    segments = (Segment(bytes(16), 0, 4), Segment(bytes(16), 4, 9, Action.BLEND))
-    assert blamed(replace(PLAN, segments=segments, handoff=True)) == "ragcache.handoff"
-
-
 def test_a_trial_cannot_be_handed_off() -> None:
-    assert blamed(replace(PLAN, trial=True, handoff=True)) == "ragcache.trial"
+    assert blamed(replace(PLAN, trial=True, handoff=Handoff.DECODE)) == "ragcache.trial"
 
 
 names = st.tuples(st.text(max_size=600), st.text(max_size=600))

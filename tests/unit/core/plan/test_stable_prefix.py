@@ -72,6 +72,16 @@ def test_a_head_with_a_time_is_expected_once() -> None:
     assert not prefixes.comes_once([99, *INSTRUCTIONS]), "one of the latest came again"
 
 
+def test_prompts_before_the_end_of_a_search_are_no_repetition() -> None:
+    prefixes = StablePrefixes()
+    found = []
+    for head in [[minute, *INSTRUCTIONS] for minute in range(NUM_CHANGES + 1)]:
+        for is_early in (True, True, False):
+            prefixes.split(head, is_early=is_early)
+            found.append(prefixes.comes_once(head))
+    assert found == [False] * 3 * NUM_CHANGES + [True] * 3
+
+
 def test_heads_of_other_domains_do_not_make_one_come_once() -> None:
     prefixes = StablePrefixes()
     for minute in range(NUM_CHANGES + 1):
@@ -94,10 +104,9 @@ def test_a_head_is_always_split_alike(heads: list[list[int]]) -> None:
     assert all(len(splits) == 1 for splits in by_head.values())
 
 
-@given(st.integers(2, 3 * MAX_HEADS))
-def test_memory_is_bounded(count: int) -> None:
+def test_memory_is_bounded() -> None:
     prefixes = StablePrefixes()
-    for user in range(count):
+    for user in range(2 * MAX_HEADS):
         prefixes.split([*INSTRUCTIONS, user])
         prefixes.split([*INSTRUCTIONS, user])
     assert len(prefixes._splits) <= MAX_HEADS

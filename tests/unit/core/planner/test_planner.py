@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -15,13 +16,14 @@ from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.knowledge.node_change import StoredNode
 from ragcache_core.planner.document_order import RankedDocument
-from ragcache_core.planner.planner import plan_request
+from ragcache_core.planner.planner import BLEND_MIN_GAIN, COPY_SHARE, TIE_SHARE, plan_request
 from ragcache_core.planner.request_plan import (
     ChunkAction,
     PlannedEngine,
     PlannedPrompt,
     PlanPolicy,
     PlanReason,
+    RequestPlan,
 )
 from ragcache_core.planner.stored_path import is_on_disk_only
 
@@ -34,7 +36,7 @@ ONE, TWO = "engine:one:1", "engine:two:1"
 STORE = "store:s:1"
 # A millisecond per token, for any number of cached tokens.
 PROFILE = PrefillProfile((0, 10_000), (1, 10_000), ((0.001, 10.0), (0.001, 10.0)), 10_000)
-FAST = {"memory": (0.001, 100e6), "disk": (0.001, 1e6), "host": (0.001, 200e6)}
+FAST = {"memory": (0.001, 100e6), "disk": (0.001, 2e6), "host": (0.001, 200e6)}
 COSTS = EngineCosts(PROFILE, 1.0, FAST)
 POLICY = PlanPolicy("cached", "exact", None, 0.2, TOKEN_BYTES)
 
@@ -147,6 +149,33 @@ def test_the_engine_with_the_kv_is_chosen_until_its_queue_is_longer_than_computi
     assert {d.reason for d in plan.decisions} == {PlanReason.OTHER_ENGINE}
 
 
+def test_a_prefix_is_copied_if_that_saves_more_than_the_copy_costs_others() -> None:
+    tree = KnowledgeTree(100)
+    store(tree, ONE, "device", A)
+    store(tree, STORE, "memory", A)
+    slow = replace(COSTS, loads={"memory": (0.040, 100e6)})
+
+    def chosen(queue_s: float) -> str:
+        engines = [engine(ONE, costs=slow, queue_s=queue_s), engine(TWO, costs=slow)]
+        return plan_request(tree, prompt_of(A), engines, POLICY).source
+
+    load_s = slow.load_s("memory", round(150 * TOKEN_BYTES))
+    assert chosen((1 + COPY_SHARE) * load_s - 0.005) == ONE
+    assert chosen((1 + COPY_SHARE) * load_s + 0.005) == TWO
+
+
+def test_the_rest_of_a_request_is_predicted_and_changes_no_choice() -> None:
+    tree = KnowledgeTree(100)
+    store(tree, ONE, "device", A)
+    engines = [engine(one, costs=replace(COSTS, request_s=0.02)) for one in (ONE, TWO)]
+    plan = plan_request(tree, prompt_of(A), engines, POLICY)
+    without = plan_request(tree, prompt_of(A), [engine(ONE), engine(TWO)], POLICY)
+    assert plan.seconds is not None
+    assert without.seconds is not None
+    assert plan.source == without.source == ONE
+    assert plan.seconds.total_s == pytest.approx(without.seconds.total_s + 0.02)
+
+
 def test_the_order_of_an_idle_engine_wins_over_the_longer_one_of_a_busy_engine() -> None:
     tree = KnowledgeTree(100)
     tree.assume(TWO, "device", [HEAD, C, B, A], [50, TOKENS, TOKENS, TOKENS])
@@ -165,6 +194,93 @@ def test_equal_engines_are_chosen_by_load_and_then_in_turn(costs: EngineCosts | 
     assert chosen(replace(one, in_flight=1), two) == TWO
     assert chosen(replace(one, last_chosen=2), replace(two, last_chosen=1)) == TWO
     assert chosen(replace(one, last_chosen=1), replace(two, last_chosen=2)) == ONE
+
+
+def test_engines_that_are_as_fast_are_chosen_by_decodes_free_tokens_prefix_and_turn() -> None:
+    tree = KnowledgeTree(100)
+    tree.assume(TWO, "device", [HEAD], [50])
+    one, two = (engine(source, free_tokens=10_000, queue_s=1.0) for source in (ONE, TWO))
+    one = replace(one, queue_s=0.953)  # it has to compute 50 ms more
+
+    def chosen(*engines: PlannedEngine) -> str:
+        return plan_request(tree, prompt_of(A), engines, POLICY).source
+
+    assert chosen(replace(one, num_decoding=3), replace(two, num_decoding=4)) == ONE
+    assert chosen(replace(one, num_decoding=4), replace(two, num_decoding=3)) == TWO
+    assert chosen(replace(one, free_tokens=10_001), two) == ONE
+    assert chosen(replace(one, last_chosen=1), replace(two, last_chosen=2)) == TWO, "its prefix"
+    nothing = KnowledgeTree(100)
+    alike = [replace(one, queue_s=1.0, last_chosen=2), replace(two, last_chosen=1)]
+    assert plan_request(nothing, prompt_of(A), alike, POLICY).source == TWO
+    later = replace(one, num_decoding=0, queue_s=0.97)
+    assert chosen(later, replace(two, num_decoding=9)) == TWO, "these are not as fast"
+
+
+def test_a_prompt_that_does_not_fit_waits_as_long_as_the_missing_tokens_take() -> None:
+    tree = KnowledgeTree(100)
+    tree.assume(TWO, "device", [HEAD, A], [50, TOKENS])
+    prompt = prompt_of(A, B)  # 300 tokens, 150 of them new to the second engine
+
+    def plan(free_tokens: int) -> RequestPlan:
+        full = engine(TWO, free_tokens=free_tokens)
+        return plan_request(tree, prompt, [engine(free_tokens=10_000), full], POLICY)
+
+    fits, waits = plan(150), plan(50)
+    assert fits.source == waits.source == TWO
+    assert fits.seconds is not None
+    assert waits.seconds is not None
+    assert fits.seconds.queue_s == 0.0
+    assert waits.seconds.queue_s == pytest.approx(0.1, rel=0.02)
+    assert waits.seconds.prefill_s == fits.seconds.prefill_s
+    assert (
+        plan_request(
+            tree, prompt, [engine(), engine(TWO, free_tokens=0, queue_s=0.1)], POLICY
+        ).source
+        == ONE
+    )
+
+
+@given(st.floats(0, 2), st.floats(1e5, 1e9), st.integers(1, 5))
+def test_a_hot_prefix_is_copied_once_its_queue_is_longer_than_that(
+    queue_s: float, bytes_per_s: float, num_chunks: int
+) -> None:
+    """The balance threshold of Mooncake's Algorithm 1, in seconds."""
+    tree = KnowledgeTree(100)
+    store(tree, TWO, "device", *CHUNKS[:num_chunks])
+    store(tree, STORE, "memory", *CHUNKS[:num_chunks])
+    costs = replace(COSTS, loads={"memory": (0.001, bytes_per_s)})
+    prompt = prompt_of(*CHUNKS[:num_chunks])
+    engines = [engine(costs=costs), engine(TWO, costs=costs, queue_s=queue_s)]
+    plan = plan_request(tree, prompt, engines, POLICY)
+    stored = 50 + TOKENS * num_chunks
+    load_s = 0.001 + stored * TOKEN_BYTES / bytes_per_s + COSTS.compute_s(stored, 50)
+    elsewhere_s = min(load_s, COSTS.compute_s(0, stored + 50))
+    waiting_s = queue_s + COSTS.compute_s(stored, 50)
+    if plan.source == TWO:
+        assert waiting_s <= (1 + TIE_SHARE) * elsewhere_s + 1e-9
+        assert plan.reused_tokens == stored
+    else:
+        assert elsewhere_s <= (1 + TIE_SHARE) * waiting_s + 1e-9
+        loads = load_s <= COSTS.compute_s(0, stored + 50)
+        assert plan.reused_tokens == (stored if loads else 0), "it is copied if that is faster"
+
+
+@given(st.floats(1e4, 1e8), st.floats(0.0, 0.5), st.sampled_from(["exact", "blend"]))
+def test_no_load_is_chosen_that_is_predicted_to_be_slower_than_computing(
+    bytes_per_s: float, latency_s: float, reuse: Literal["exact", "blend"]
+) -> None:
+    tree = KnowledgeTree(100)
+    store(tree, STORE, "memory", A, B)
+    store(tree, STORE, "disk", D, C)
+    loads = {"memory": (latency_s, bytes_per_s), "disk": (2 * latency_s, bytes_per_s / 3)}
+    one = engine(costs=replace(COSTS, loads=loads))
+    policy = replace(POLICY, reuse=reuse, order="rank")
+    plan = plan_request(tree, prompt_of(A, B, C), [one], policy)
+    computing_s = COSTS.compute_s(0, 400)
+    assert plan.seconds is not None
+    if any(decision.action is ChunkAction.BLEND for decision in plan.decisions):
+        assert plan.seconds.total_s <= (1 - BLEND_MIN_GAIN) * computing_s + 1e-9
+    assert plan.seconds.total_s <= computing_s
 
 
 def test_what_an_engine_has_computed_ahead_counts_before_the_tree_has_it() -> None:
@@ -380,8 +496,11 @@ def test_a_plan_is_never_slower_than_computing_everything_on_the_quickest_engine
     assert len(plan.decisions) == len(chunks) + 1
     assert plan.seconds is not None
     everything_s = PROFILE.predict(0, 100 + TOKENS * len(chunks))
-    # Options within a tenth count as equal, in the choice of loads and in that of the engine.
-    assert plan.seconds.total_s <= 1.1 * 1.1 * everything_s + 1e-9
+    assert plan.seconds.total_s <= (1 + TIE_SHARE) * everything_s + 1e-9
+    if plan.runner_up is not None and plan.runner_up.reuse != "blend":  # it has to save a tenth
+        other = plan.runner_up.seconds
+        slower_s = TIE_SHARE * other.total_s + COPY_SHARE * other.load_s
+        assert plan.seconds.total_s <= other.total_s + slower_s + 1e-9
     ordered = [HEAD, *(chunks[rank] for rank in plan.order)]
     assert [d.chunk for d in plan.decisions] == ordered
     used = [d for d in plan.decisions if d.action is not ChunkAction.COMPUTE]

@@ -1,0 +1,1 @@
+"""Which questions are admitted, and which of those that wait comes first."""
