@@ -31,21 +31,26 @@ class ModelFolder:
         return kv_space(self.fingerprint, self.config, dtype)
 
 
-def load_model_folder(source: str, revision: str | None = None) -> ModelFolder:
+def load_model_folder(
+    source: str, revision: str | None = None, *, with_weights: bool = True
+) -> ModelFolder:
     """Find a model and compute its fingerprint, which reads a part of the weights.
 
     Args:
         source: A folder, or a Hugging Face name, whose snapshot is downloaded unless it is cached.
         revision: Branch, tag or commit of a Hugging Face name. None: the default branch.
+        with_weights: Whether KV of the model is stored. Without it, weights are neither downloaded
+            nor read, and the fingerprint is another one.
 
     Raises:
         InvalidInput: The model does not exist, or it lacks files that serving needs.
     """
-    path = _folder(source, ["*.json", "*.safetensors", "*.jinja"], revision)
+    patterns = ["*.json", "*.jinja", *(["*.safetensors"] if with_weights else [])]
+    path = _folder(source, patterns, revision)
     config = _read_json(path / "config.json")
     _tokenizer(path)
-    names = [file.name for file in path.glob("*.safetensors")]
-    if not names:
+    names = [file.name for file in path.glob("*.safetensors")] if with_weights else []
+    if with_weights and not names:
         raise InvalidInput(
             "model.source", f"{path} holds no *.safetensors", "name a model with safetensors"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ TOKENIZATION_VERSION = 1
 """Increase it when chunks would get other token ids. Stored documents are then prepared again."""
 
 _UNKNOWN_TOKENS = frozenset({"<unk>", "[UNK]"})
+_APART = "\u200b"
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -51,6 +53,7 @@ class ChunkTokenizer:
             if token.content.strip() and token.content not in unknown
         }
         tokenizer.add_special_tokens([_as_special(token) for token in controls.values()])
+        self._spelled = re.compile("|".join(re.escape(one.content) for one in controls.values()))
         self._tokenizer = tokenizer
         self._controls = frozenset(controls)
 
@@ -69,6 +72,15 @@ class ChunkTokenizer:
         self._tokenizer.encode_special_tokens = False
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def spelled_apart(self, text: str) -> str:
+        """Return a text with a zero-width space in each control token that it spells.
+
+        A server that tokenizes the text then takes it as plain text. Safe for threads.
+        """
+        if not self._controls:
+            return text
+        return self._spelled.sub(lambda found: f"{found[0][0]}{_APART}{found[0][1:]}", text)
 
     def unpack(self, packed: bytes) -> PackedIds | None:
         """Return the ids of ``pack_ids``; None unless they can be those of a chunk.

@@ -29,12 +29,16 @@ class FeedClient:
     Args:
         method: ENGINE_FEED or SHARD_FEED.
         keys: The signing keys; the first one signs. None: calls carry no token.
+        reader: Name in the numbers of the caller's requests. Empty: it sends the engine none.
     """
 
-    def __init__(self, address: str, method: str, keys: SigningKeys | None) -> None:
+    def __init__(
+        self, address: str, method: str, keys: SigningKeys | None, reader: str = ""
+    ) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self._method = method
         self._keys = keys
+        self._reader = reader
         self._watch: Any = self._channel.unary_stream(
             method,
             request_serializer=pb.WatchRequest.SerializeToString,
@@ -63,7 +67,8 @@ class FeedClient:
             Unavailable: It does not answer, or has gone away.
         """
         metadata = feed_metadata(self._keys, self._method)
-        call = self._watch(pb.WatchRequest(boot=boot, after=after), metadata=metadata)
+        request = pb.WatchRequest(boot=boot, after=after, reader=self._reader)
+        call = self._watch(request, metadata=metadata)
         try:
             async for message in call:
                 yield message

@@ -29,6 +29,8 @@ COPY_TIMEOUT_S = 3600.0
 _READS: Final = (
     *("Search", "GetCollection", "ListCollections", "GetDocument", "ListDocuments"),
     *("GetSimilarChunks", "ListRemovals", "GetReport", "GetStatus", "Embed", "Rerank"),
+    # A repetition adds nothing.
+    *("AddUsage", "ListUsage"),
 )
 _SERVICE_CONFIG: Final = json.dumps(
     {
@@ -177,6 +179,16 @@ class RetrieverClient:
         """Return a report. Raises NotFound."""
         request = pb.GetReportRequest(name=name)
         return await _call(self._stub.GetReport(request, timeout=QUERY_TIMEOUT_S))
+
+    async def add_usage(
+        self, request: pb.AddUsageRequest, timeout_s: float = QUERY_TIMEOUT_S
+    ) -> pb.AddUsageReply:
+        """Add what a gateway has counted, once, and return the totals that it asks for."""
+        return await _call(self._stub.AddUsage(request, timeout=timeout_s))
+
+    async def list_usage(self, request: pb.ListUsageRequest) -> pb.ListUsageReply:
+        """Return one page of what keys have used."""
+        return await _call(self._stub.ListUsage(request, timeout=QUERY_TIMEOUT_S))
 
     def search(
         self, collection: str, query: str, top_k: int

@@ -75,11 +75,6 @@ class EngineSettings(ServiceSettings):
     where computing takes little."""
     save_deadline_s: Seconds = setting(30.0, internal="A fixed bound.")
     """Most time for a save."""
-    handoff_wait_s: Seconds = setting(
-        10.0, internal="A fixed bound of a handoff, which the RagCache does not offer yet."
-    )
-    """How long a decoding engine waits for the prefilling one before it computes what is missing.
-    Most prompts take less."""
     observe_deadline_s: Seconds = setting(60.0, internal="A fixed bound.")
     """How long blocks of a finished request are kept for attention scores of its chunks."""
     hang_s: Seconds = setting(

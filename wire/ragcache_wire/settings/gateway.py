@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final, Literal
+from pathlib import Path
+from typing import Annotated, ClassVar, Final, Literal, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter
 
+from ragcache_core.planner.request_plan import EngineRole
 from ragcache_wire.settings.field_types import (
     AbsolutePath,
     Address,
@@ -36,7 +38,12 @@ from ragcache_wire.watched.limits import FileLimits, FixedLimits, GatewayLimits,
 MIN_MODEL_LEN: Final = 64
 """Below this not even the shortest chat template leaves room for a chunk and an answer."""
 
+HTTPS_PORT: Final = 443
+
 _BOUND: Final = "A fixed bound, which tests lower."
+
+
+_ROLES: Final[Mapping[str, EngineRole]] = {role: role for role in get_args(EngineRole)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,38 +53,117 @@ class EngineAddress:
     Attributes:
         records_port: Port of RagCache's gRPC server in the engine. None: it is an engine without
             RagCache, which gets no plans.
+        is_tls: Whether it serves HTTPS. Then the host name is one engine, not each address.
+        key_file: File with the API key that requests to it carry. None: they carry none.
+        served_name: Name of the model there. None: the one that clients request.
+        model: Position of the model that it serves in ``GatewaySettings.models``.
+        role: What these engines do for a request. Without RagCache they do all.
     """
 
     host: str
     http_port: int
     records_port: int | None = None
+    is_tls: bool = False
+    key_file: Path | None = None
+    served_name: str | None = None
+    model: int = 0
+    role: EngineRole = "both"
 
     @classmethod
-    def of_url(cls, url: str, records_port: int | None = None) -> EngineAddress:
+    def of_url(
+        cls,
+        url: str,
+        records_port: int | None = None,
+        *,
+        key_file: Path | None = None,
+        served_name: str | None = None,
+        model: int = 0,
+        role: EngineRole = "both",
+    ) -> EngineAddress:
         """Return the address in a URL like ``http://host:port``. Raises ValueError."""
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("no http://host:port")
-        if not parts.port or (records_port is not None and not 0 < records_port < 65_536):
+        if parts.path not in ("", "/"):
+            raise ValueError("a path")
+        is_tls = parts.scheme == "https"
+        if is_tls and records_port is not None:
+            raise ValueError("TLS for an engine with RagCache")
+        port = parts.port or (HTTPS_PORT if is_tls else 0)
+        if not port or (records_port is not None and not 0 < records_port < 65_536):
             raise ValueError("no port")
-        return cls(parts.hostname, parts.port, records_port)
+        return cls(parts.hostname, port, records_port, is_tls, key_file, served_name, model, role)
+
+    @property
+    def authority(self) -> str:
+        """The host name and the port, as URLs have them."""
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.http_port}"
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        records = "" if self.records_port is None else f";records={self.records_port}"
-        return f"http://{host}:{self.http_port}{records}"
+        options = {
+            "records": self.records_port,
+            "key": self.key_file,
+            "served": self.served_name,
+            "model": self.model or None,
+            "role": None if self.role == "both" else self.role,
+        }
+        given = (f";{name}={value}" for name, value in options.items() if value is not None)
+        return f"http{'s' * self.is_tls}://{self.authority}{''.join(given)}"
 
 
 def _engines(value: str | Sequence[EngineAddress]) -> tuple[EngineAddress, ...]:
     if not isinstance(value, str):
         return tuple(value)
-    return tuple(_engine(entry.strip()) for entry in value.split(","))
+    return tuple(_engine(entry) for entry in value.split(","))
 
 
 def _engine(entry: str) -> EngineAddress:
-    url, has_records, records = entry.partition(";records=")
-    records_port = whole_number(records.strip()) if has_records else None
-    return EngineAddress.of_url(url.strip(), records_port)
+    url, *options = (part.strip() for part in entry.split(";"))
+    given = dict(option.split("=", 1) for option in options)
+    records, key, served = (given.pop(name, None) for name in ("records", "key", "served"))
+    model = whole_number(given.pop("model", 0))
+    role = _ROLES.get(given.pop("role", "both"))
+    if given or "" in (records, key, served):
+        raise ValueError("an unknown or empty option")
+    if role is None or (role != "both" and records is None):
+        raise ValueError("a role that no engine has, or one of an engine without RagCache")
+    return EngineAddress.of_url(
+        url,
+        None if records is None else whole_number(records),
+        key_file=None if key is None else Path(key),
+        served_name=served,
+        model=model,
+        role=role,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """A model that engines serve.
+
+    Attributes:
+        name: Name that requests give as "model".
+        source: A folder, or a Hugging Face name.
+        dtype: Number format of the KV cache, as ``RAGCACHE_MODEL_DTYPE``.
+        max_length: Most tokens of prompt and answer together.
+    """
+
+    name: str
+    source: str
+    dtype: ModelDtype
+    max_length: int
+
+
+_MODELS: Final = TypeAdapter(tuple[ModelSettings, ...])
+
+
+def models_text(models: Sequence[ModelSettings]) -> str:
+    """Return models as a setting has them."""
+    return _MODELS.dump_json(tuple(models)).decode()
+
+
+def _models(value: str | Sequence[ModelSettings]) -> tuple[ModelSettings, ...]:
+    return _MODELS.validate_json(value) if isinstance(value, str) else tuple(value)
 
 
 class GatewaySettings(ServiceSettings):
@@ -95,11 +181,17 @@ class GatewaySettings(ServiceSettings):
     engines: Annotated[
         tuple[EngineAddress, ...],
         PlainValidator(_engines),
-        Accepts("http://host:port;records=port or http://host:port, several with commas between"),
+        Accepts(
+            "http://host:port or https://host:port, then ;records=port, ;role=prefill or decode, "
+            ";key=file, ;served=name and ;model=number as needed, several with commas between"
+        ),
     ] = setting(spec="spec.engines")
     """The engines: where their OpenAI servers are, and the port of each one's records and feed. An
     engine without that port is one without RagCache: it gets no plans, and what it has cached is
-    inferred from the prompts that it got."""
+    inferred from the prompts that it got. role is what it does for a request, by default all. key
+    is a file with its API key, which is read again when it changes. served is the name under which
+    it serves its model, if that differs. model is the number of its model: 0 for the one below, 1
+    for the first one of RAGCACHE_OTHER_MODELS."""
     cachestore: ShardMembers = setting(internal="The operator mounts the file with the shards.")
     """The shards of the cache store. A file is read again when it changes."""
     signing_key_file: SigningKeyFile | None = setting(
@@ -135,6 +227,12 @@ class GatewaySettings(ServiceSettings):
         Accepts(f"a number of tokens, {MIN_MODEL_LEN} or more"),
     ] = setting(spec="spec.model.maxLength")
     """Most tokens of prompt and answer together, as vLLM's --max-model-len."""
+    other_models: Annotated[
+        tuple[ModelSettings, ...],
+        PlainValidator(_models),
+        Accepts("a JSON list of objects with name, source, dtype and max_length"),
+    ] = setting((), internal="The operator lists the models of spec.engines[].model.")
+    """Further models, which other engines serve. They share documents and the retriever."""
     reuse: Literal["exact", "blend"] = setting("exact", spec="spec.reuse.mode")
     """How stored KV is used where a request does not say it."""
     max_recompute_share: Share = setting(0.2, spec="spec.reuse.maxRecomputeShare")
@@ -152,6 +250,9 @@ class GatewaySettings(ServiceSettings):
     prompt begins with documents whose KV is stored in this order."""
     max_displacement: Count | None = setting(None, spec="spec.gateway.maxDisplacement")
     """Most positions that a document may move from its rank. Without it there is no limit."""
+    reordering_window_ms: Count = setting(0, spec="spec.gateway.reordering.windowMilliseconds")
+    """Questions sent this many milliseconds later may go first in an engine's queue, if more of
+    their prompt is cached. 0: questions of one key go in the order in which they were sent."""
     layout: Literal["system-first", "documents-first"] = setting(
         "system-first", spec="spec.gateway.layout"
     )
@@ -206,6 +307,13 @@ class GatewaySettings(ServiceSettings):
         60.0, spec="spec.gateway.limits.nextTokenTimeoutSeconds"
     )
     """Time from one token of an answer to the next."""
+    slo_first_token_ms: Count | None = setting(None, spec="spec.gateway.slo.firstTokenMilliseconds")
+    """Milliseconds from a question to its first token. The gateway answers a question that is
+    predicted to take longer with 429. Without it there is no such limit."""
+    slo_next_token_ms: Count | None = setting(None, spec="spec.gateway.slo.nextTokenMilliseconds")
+    """Milliseconds from one token to the next. No engine gets a question that is predicted to make
+    its answers slower. If all would be, the gateway answers with 429. Without it there is no such
+    limit."""
     max_connections: Limit = setting(4096, spec="spec.gateway.limits.connections")
     """Connections at once, of each address. The gateway answers one more with 503."""
     header_timeout_s: Seconds = setting(10.0, internal=_BOUND)
@@ -233,6 +341,12 @@ class GatewaySettings(ServiceSettings):
     800 bytes. Above it, the least used ones are left out."""
     token_cache_bytes: Count = setting(64 << 20, internal=_BOUND)
     """Size of the cache of chunks' token ids."""
+
+    @property
+    def models(self) -> tuple[ModelSettings, ...]:
+        """Every model, the one of requests without a model first."""
+        first = ModelSettings(self.model_name, self.model, self.model_dtype, self.max_model_len)
+        return (first, *self.other_models)
 
     def limits(self) -> GatewayLimits:
         """Return the limits that these settings have themselves."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from ragcache_wire.v1 import node_feed_pb2 as ragcache__wire_dot_v1_dot_node__feed__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dragcache_wire/v1/engine.proto\x12\x0bragcache.v1\x1a ragcache_wire/v1/node_feed.proto\"\x11\n\x0fGetCostsRequest\"\x80\x01\n\x05\x43osts\x12,\n\x07prefill\x18\x01 \x01(\x0b\x32\x1b.ragcache.v1.PrefillProfile\x12\x12\n\ncorrection\x18\x02 \x01(\x01\x12$\n\x05loads\x18\x03 \x03(\x0b\x32\x15.ragcache.v1.LoadCost\x12\x0f\n\x07queue_s\x18\x04 \x01(\x01\"X\n\x0ePrefillProfile\x12\x0e\n\x06\x63\x61\x63hed\x18\x01 \x03(\r\x12\x10\n\x08\x63omputed\x18\x02 \x03(\r\x12\x0f\n\x07seconds\x18\x03 \x03(\x01\x12\x13\n\x0bpass_tokens\x18\x04 \x01(\r\"@\n\x08LoadCost\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x11\n\tlatency_s\x18\x02 \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\"*\n\x17GetRequestRecordRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\"\x8b\x03\n\rRequestRecord\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x0e\n\x06load_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x14\n\x0clocal_tokens\x18\x06 \x01(\r\x12\x15\n\rloaded_tokens\x18\x07 \x01(\r\x12\x14\n\x0cloaded_bytes\x18\x08 \x01(\x04\x12\x0c\n\x04miss\x18\t \x01(\t\x12\x16\n\x0e\x62lended_tokens\x18\n \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x0b \x01(\r\x12\x13\n\x0brecompute_s\x18\x0c \x01(\x01\x12\x16\n\x0emissing_chunks\x18\r \x03(\r\x12\x10\n\x08select_s\x18\x0e \x01(\x01\x12-\n\tpredicted\x18\x0f \x01(\x0b\x32\x1a.ragcache.v1.PredictedTime\x12,\n\x08segments\x18\x10 \x03(\x0b\x32\x1a.ragcache.v1.SegmentRecord\"\xbe\x01\n\rSegmentRecord\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rloaded_tokens\x18\x04 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\r\x12\'\n\x06source\x18\x06 \x01(\x0b\x32\x17.ragcache.v1.LoadSource\x12\x0f\n\x07\x62lended\x18\x08 \x01(\x08\x12\x0e\n\x06reason\x18\x07 \x01(\t\"j\n\nLoadSource\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\x14\n\x0c\x66ix_overhead\x18\x04 \x01(\x02\x12\x0e\n\x06prefix\x18\x05 \x01(\x0c\"C\n\rPredictedTime\x12\x0e\n\x06load_s\x18\x01 \x01(\x01\x12\x10\n\x08select_s\x18\x02 \x01(\x01\x12\x10\n\x08passes_s\x18\x03 \x01(\x01\x32\xdc\x01\n\x06\x45ngine\x12T\n\x10GetRequestRecord\x12$.ragcache.v1.GetRequestRecordRequest\x1a\x1a.ragcache.v1.RequestRecord\x12<\n\x08GetCosts\x12\x1c.ragcache.v1.GetCostsRequest\x1a\x12.ragcache.v1.Costs\x12>\n\x05Watch\x12\x19.ragcache.v1.WatchRequest\x1a\x18.ragcache.v1.NodeChanges0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dragcache_wire/v1/engine.proto\x12\x0bragcache.v1\x1a ragcache_wire/v1/node_feed.proto\"\x11\n\x0fGetCostsRequest\"\x82\x01\n\x05\x43osts\x12,\n\x07prefill\x18\x01 \x01(\x0b\x32\x1b.ragcache.v1.PrefillProfile\x12\x12\n\ncorrection\x18\x02 \x01(\x01\x12$\n\x05loads\x18\x03 \x03(\x0b\x32\x15.ragcache.v1.LoadCost\x12\x11\n\trequest_s\x18\x04 \x01(\x01\"X\n\x0ePrefillProfile\x12\x0e\n\x06\x63\x61\x63hed\x18\x01 \x03(\r\x12\x10\n\x08\x63omputed\x18\x02 \x03(\r\x12\x0f\n\x07seconds\x18\x03 \x03(\x01\x12\x13\n\x0bpass_tokens\x18\x04 \x01(\r\"@\n\x08LoadCost\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x11\n\tlatency_s\x18\x02 \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\"*\n\x17GetRequestRecordRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\"\x8b\x03\n\rRequestRecord\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x0e\n\x06load_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x14\n\x0clocal_tokens\x18\x06 \x01(\r\x12\x15\n\rloaded_tokens\x18\x07 \x01(\r\x12\x14\n\x0cloaded_bytes\x18\x08 \x01(\x04\x12\x0c\n\x04miss\x18\t \x01(\t\x12\x16\n\x0e\x62lended_tokens\x18\n \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x0b \x01(\r\x12\x13\n\x0brecompute_s\x18\x0c \x01(\x01\x12\x16\n\x0emissing_chunks\x18\r \x03(\r\x12\x10\n\x08select_s\x18\x0e \x01(\x01\x12-\n\tpredicted\x18\x0f \x01(\x0b\x32\x1a.ragcache.v1.PredictedTime\x12,\n\x08segments\x18\x10 \x03(\x0b\x32\x1a.ragcache.v1.SegmentRecord\"\xbe\x01\n\rSegmentRecord\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rloaded_tokens\x18\x04 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\r\x12\'\n\x06source\x18\x06 \x01(\x0b\x32\x17.ragcache.v1.LoadSource\x12\x0f\n\x07\x62lended\x18\x08 \x01(\x08\x12\x0e\n\x06reason\x18\x07 \x01(\t\"j\n\nLoadSource\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\x14\n\x0c\x66ix_overhead\x18\x04 \x01(\x02\x12\x0e\n\x06prefix\x18\x05 \x01(\x0c\"C\n\rPredictedTime\x12\x0e\n\x06load_s\x18\x01 \x01(\x01\x12\x10\n\x08select_s\x18\x02 \x01(\x01\x12\x10\n\x08passes_s\x18\x03 \x01(\x01\x32\xdc\x01\n\x06\x45ngine\x12T\n\x10GetRequestRecord\x12$.ragcache.v1.GetRequestRecordRequest\x1a\x1a.ragcache.v1.RequestRecord\x12<\n\x08GetCosts\x12\x1c.ragcache.v1.GetCostsRequest\x1a\x12.ragcache.v1.Costs\x12>\n\x05Watch\x12\x19.ragcache.v1.WatchRequest\x1a\x18.ragcache.v1.NodeChanges0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,21 +35,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETCOSTSREQUEST']._serialized_start=80
   _globals['_GETCOSTSREQUEST']._serialized_end=97
   _globals['_COSTS']._serialized_start=100
-  _globals['_COSTS']._serialized_end=228
-  _globals['_PREFILLPROFILE']._serialized_start=230
-  _globals['_PREFILLPROFILE']._serialized_end=318
-  _globals['_LOADCOST']._serialized_start=320
-  _globals['_LOADCOST']._serialized_end=384
-  _globals['_GETREQUESTRECORDREQUEST']._serialized_start=386
-  _globals['_GETREQUESTRECORDREQUEST']._serialized_end=428
-  _globals['_REQUESTRECORD']._serialized_start=431
-  _globals['_REQUESTRECORD']._serialized_end=826
-  _globals['_SEGMENTRECORD']._serialized_start=829
-  _globals['_SEGMENTRECORD']._serialized_end=1019
-  _globals['_LOADSOURCE']._serialized_start=1021
-  _globals['_LOADSOURCE']._serialized_end=1127
-  _globals['_PREDICTEDTIME']._serialized_start=1129
-  _globals['_PREDICTEDTIME']._serialized_end=1196
-  _globals['_ENGINE']._serialized_start=1199
-  _globals['_ENGINE']._serialized_end=1419
+  _globals['_COSTS']._serialized_end=230
+  _globals['_PREFILLPROFILE']._serialized_start=232
+  _globals['_PREFILLPROFILE']._serialized_end=320
+  _globals['_LOADCOST']._serialized_start=322
+  _globals['_LOADCOST']._serialized_end=386
+  _globals['_GETREQUESTRECORDREQUEST']._serialized_start=388
+  _globals['_GETREQUESTRECORDREQUEST']._serialized_end=430
+  _globals['_REQUESTRECORD']._serialized_start=433
+  _globals['_REQUESTRECORD']._serialized_end=828
+  _globals['_SEGMENTRECORD']._serialized_start=831
+  _globals['_SEGMENTRECORD']._serialized_end=1021
+  _globals['_LOADSOURCE']._serialized_start=1023
+  _globals['_LOADSOURCE']._serialized_end=1129
+  _globals['_PREDICTEDTIME']._serialized_start=1131
+  _globals['_PREDICTEDTIME']._serialized_end=1198
+  _globals['_ENGINE']._serialized_start=1201
+  _globals['_ENGINE']._serialized_end=1421
 # @@protoc_insertion_point(module_scope)

@@ -40,11 +40,11 @@ class Costs(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     CORRECTION_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
-    QUEUE_S_FIELD_NUMBER: _builtins.int
+    REQUEST_S_FIELD_NUMBER: _builtins.int
     correction: _builtins.float
     """measured time of recent passes, divided by the profile's"""
-    queue_s: _builtins.float
-    """how long the latest requests of all gateways waited to be scheduled"""
+    request_s: _builtins.float
+    """seconds of a request besides its loads and passes"""
     @_builtins.property
     def prefill(self) -> Global___PrefillProfile:
         """absent if the engine could not measure it"""
@@ -59,11 +59,11 @@ class Costs(_message.Message):
         prefill: Global___PrefillProfile | None = ...,
         correction: _builtins.float = ...,
         loads: _abc.Iterable[Global___LoadCost] | None = ...,
-        queue_s: _builtins.float = ...,
+        request_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["correction", b"correction", "loads", b"loads", "prefill", b"prefill", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["correction", b"correction", "loads", b"loads", "prefill", b"prefill", "request_s", b"request_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -75,7 +75,8 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Returns the nodes of the knowledge tree that the engine has, and each change from now on.
+        """Returns the nodes of the knowledge tree that the engine has and what it has to do, and each
+        change from now on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,9 @@ class EngineStub:
     GetCosts: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetCostsRequest, _engine_pb2.Costs]
     """Returns how long prefills and loads take in this engine, to predict the time to first token."""
     Watch: _grpc.UnaryStreamMultiCallable[_node_feed_pb2.WatchRequest, _node_feed_pb2.NodeChanges]
-    """Returns the nodes of the knowledge tree that the engine has, and each change from now on."""
+    """Returns the nodes of the knowledge tree that the engine has and what it has to do, and each
+    change from now on.
+    """
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -59,7 +61,9 @@ class EngineAsyncStub(EngineStub):
     GetCosts: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetCostsRequest, _engine_pb2.Costs]  # type: ignore[assignment]
     """Returns how long prefills and loads take in this engine, to predict the time to first token."""
     Watch: _aio.UnaryStreamMultiCallable[_node_feed_pb2.WatchRequest, _node_feed_pb2.NodeChanges]  # type: ignore[assignment]
-    """Returns the nodes of the knowledge tree that the engine has, and each change from now on."""
+    """Returns the nodes of the knowledge tree that the engine has and what it has to do, and each
+    change from now on.
+    """
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     """What an engine reports of its requests and its caches. vLLM's streamed completions cannot carry
@@ -90,6 +94,8 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _node_feed_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_node_feed_pb2.NodeChanges], _abc.AsyncIterator[_node_feed_pb2.NodeChanges]]:
-        """Returns the nodes of the knowledge tree that the engine has, and each change from now on."""
+        """Returns the nodes of the knowledge tree that the engine has and what it has to do, and each
+        change from now on.
+        """
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n ragcache_wire/v1/node_feed.proto\x12\x0bragcache.v1\"+\n\x0cWatchRequest\x12\x0c\n\x04\x62oot\x18\x01 \x01(\x0c\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\"\xc0\x01\n\x0bNodeChanges\x12\x0c\n\x04\x62oot\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x33\n\x08snapshot\x18\x03 \x01(\x0e\x32!.ragcache.v1.NodeChanges.Snapshot\x12(\n\x07\x63hanges\x18\x04 \x03(\x0b\x32\x17.ragcache.v1.NodeChange\"2\n\x08Snapshot\x12\x08\n\x04NONE\x10\x00\x12\t\n\x05\x42\x45GIN\x10\x01\x12\x08\n\x04PART\x10\x02\x12\x07\n\x03\x45ND\x10\x03\"}\n\nNodeChange\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x0e\n\x06parent\x18\x03 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\r\n\x05\x65xact\x18\x06 \x01(\x08\x12\x0e\n\x06\x63ost_s\x18\x07 \x01(\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n ragcache_wire/v1/node_feed.proto\x12\x0bragcache.v1\";\n\x0cWatchRequest\x12\x0c\n\x04\x62oot\x18\x01 \x01(\x0c\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\x12\x0e\n\x06reader\x18\x03 \x01(\t\"\xe7\x01\n\x0bNodeChanges\x12\x0c\n\x04\x62oot\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x33\n\x08snapshot\x18\x03 \x01(\x0e\x32!.ragcache.v1.NodeChanges.Snapshot\x12(\n\x07\x63hanges\x18\x04 \x03(\x0b\x32\x17.ragcache.v1.NodeChange\x12%\n\x04load\x18\x05 \x01(\x0b\x32\x17.ragcache.v1.EngineLoad\"2\n\x08Snapshot\x12\x08\n\x04NONE\x10\x00\x12\t\n\x05\x42\x45GIN\x10\x01\x12\x08\n\x04PART\x10\x02\x12\x07\n\x03\x45ND\x10\x03\"\xcb\x01\n\nEngineLoad\x12\x11\n\tpending_s\x18\x01 \x01(\x01\x12\x14\n\x0c\x62\x61\x63kground_s\x18\x02 \x01(\x01\x12\x13\n\x0bnum_pending\x18\x03 \x01(\r\x12\x16\n\x0enum_background\x18\x04 \x01(\r\x12\x14\n\x0cnum_decoding\x18\x05 \x01(\r\x12\x18\n\x0b\x66ree_tokens\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rlast_accepted\x18\x07 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x08 \x01(\x06\x42\x0e\n\x0c_free_tokens\"}\n\nNodeChange\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x0e\n\x06parent\x18\x03 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\r\n\x05\x65xact\x18\x06 \x01(\x08\x12\x0e\n\x06\x63ost_s\x18\x07 \x01(\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,11 +32,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ragcache_wire.v1.node_feed_
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WATCHREQUEST']._serialized_start=49
-  _globals['_WATCHREQUEST']._serialized_end=92
-  _globals['_NODECHANGES']._serialized_start=95
-  _globals['_NODECHANGES']._serialized_end=287
-  _globals['_NODECHANGES_SNAPSHOT']._serialized_start=237
-  _globals['_NODECHANGES_SNAPSHOT']._serialized_end=287
-  _globals['_NODECHANGE']._serialized_start=289
-  _globals['_NODECHANGE']._serialized_end=414
+  _globals['_WATCHREQUEST']._serialized_end=108
+  _globals['_NODECHANGES']._serialized_start=111
+  _globals['_NODECHANGES']._serialized_end=342
+  _globals['_NODECHANGES_SNAPSHOT']._serialized_start=292
+  _globals['_NODECHANGES_SNAPSHOT']._serialized_end=342
+  _globals['_ENGINELOAD']._serialized_start=345
+  _globals['_ENGINELOAD']._serialized_end=548
+  _globals['_NODECHANGE']._serialized_start=550
+  _globals['_NODECHANGE']._serialized_end=675
 # @@protoc_insertion_point(module_scope)

@@ -31,18 +31,22 @@ class WatchRequest(_message.Message):
 
     BOOT_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     """with after: continue there, if the source still remembers it"""
     after: _builtins.int
+    reader: _builtins.str
+    """name in the numbers of its requests to the engine; empty: it sends none"""
     def __init__(
         self,
         *,
         boot: _builtins.bytes = ...,
         after: _builtins.int = ...,
+        reader: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "boot", b"boot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "boot", b"boot", "reader", b"reader"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -79,6 +83,7 @@ class NodeChanges(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     """16 bytes, new at every start of the source"""
     sequence: _builtins.int
@@ -86,6 +91,10 @@ class NodeChanges(_message.Message):
     snapshot: Global___NodeChanges.Snapshot.ValueType
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeChange]: ...
+    @_builtins.property
+    def load(self) -> Global___EngineLoad:
+        """of an engine; absent: as it was in the last message that had it"""
+
     def __init__(
         self,
         *,
@@ -93,14 +102,66 @@ class NodeChanges(_message.Message):
         sequence: _builtins.int = ...,
         snapshot: Global___NodeChanges.Snapshot.ValueType = ...,
         changes: _abc.Iterable[Global___NodeChange] | None = ...,
+        load: Global___EngineLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "changes", b"changes", "sequence", b"sequence", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "changes", b"changes", "load", b"load", "sequence", b"sequence", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeChanges: _TypeAlias = NodeChanges  # noqa: Y015
+
+@_typing.final
+class EngineLoad(_message.Message):
+    """What an engine has to do from now on, of all gateways and of other clients."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PENDING_S_FIELD_NUMBER: _builtins.int
+    BACKGROUND_S_FIELD_NUMBER: _builtins.int
+    NUM_PENDING_FIELD_NUMBER: _builtins.int
+    NUM_BACKGROUND_FIELD_NUMBER: _builtins.int
+    NUM_DECODING_FIELD_NUMBER: _builtins.int
+    FREE_TOKENS_FIELD_NUMBER: _builtins.int
+    LAST_ACCEPTED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    pending_s: _builtins.float
+    """loads and prefills that are not done, and the background's pass"""
+    background_s: _builtins.float
+    """the rest of the background's, which no question waits for"""
+    num_pending: _builtins.int
+    """requests without a first token, except those of the background"""
+    num_background: _builtins.int
+    """requests of the background without a first token"""
+    num_decoding: _builtins.int
+    free_tokens: _builtins.int
+    """of the KV cache, without a preemption; absent: unknown"""
+    last_accepted: _builtins.int
+    """highest number of the reader's requests that was accepted; 0: none"""
+    accepted: _builtins.int
+    """bit i: last_accepted - i was accepted"""
+    def __init__(
+        self,
+        *,
+        pending_s: _builtins.float = ...,
+        background_s: _builtins.float = ...,
+        num_pending: _builtins.int = ...,
+        num_background: _builtins.int = ...,
+        num_decoding: _builtins.int = ...,
+        free_tokens: _builtins.int | None = ...,
+        last_accepted: _builtins.int = ...,
+        accepted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "accepted", b"accepted", "background_s", b"background_s", "free_tokens", b"free_tokens", "last_accepted", b"last_accepted", "num_background", b"num_background", "num_decoding", b"num_decoding", "num_pending", b"num_pending", "pending_s", b"pending_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__free_tokens: _TypeAlias = _typing.Literal["free_tokens"]  # noqa: Y015
+    _WhichOneofArgType__free_tokens: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__free_tokens) -> _WhichOneofReturnType__free_tokens | None: ...
+
+Global___EngineLoad: _TypeAlias = EngineLoad  # noqa: Y015
 
 @_typing.final
 class NodeChange(_message.Message):

@@ -78,6 +78,23 @@ SEARCH_MODE_HYBRID: SearchMode.ValueType  # 3
 """weight 0.4 if the collection's weight leaves out a leg"""
 Global___SearchMode: _TypeAlias = SearchMode  # noqa: Y015
 
+class _UsagePeriod:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UsagePeriodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UsagePeriod.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    USAGE_PERIOD_MINUTE: _UsagePeriod.ValueType  # 0
+    USAGE_PERIOD_DAY: _UsagePeriod.ValueType  # 1
+    USAGE_PERIOD_MONTH: _UsagePeriod.ValueType  # 2
+
+class UsagePeriod(_UsagePeriod, metaclass=_UsagePeriodEnumTypeWrapper): ...
+
+USAGE_PERIOD_MINUTE: UsagePeriod.ValueType  # 0
+USAGE_PERIOD_DAY: UsagePeriod.ValueType  # 1
+USAGE_PERIOD_MONTH: UsagePeriod.ValueType  # 2
+Global___UsagePeriod: _TypeAlias = UsagePeriod  # noqa: Y015
+
 @_typing.final
 class Collection(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -1511,6 +1528,382 @@ class GetReportRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetReportRequest: _TypeAlias = GetReportRequest  # noqa: Y015
+
+@_typing.final
+class UsageCounts(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOADED_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """let in"""
+    refusals: _builtins.int
+    """answered with 429"""
+    computed_tokens: _builtins.int
+    """of prompts"""
+    cached_tokens: _builtins.int
+    """of prompts, in the engine's own prefix cache"""
+    loaded_tokens: _builtins.int
+    """of prompts, from the cache store"""
+    recomputed_tokens: _builtins.int
+    """of prompts, loaded and computed again"""
+    output_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        requests: _builtins.int = ...,
+        refusals: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        loaded_tokens: _builtins.int = ...,
+        recomputed_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "loaded_tokens", b"loaded_tokens", "output_tokens", b"output_tokens", "recomputed_tokens", b"recomputed_tokens", "refusals", b"refusals", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageCounts: _TypeAlias = UsageCounts  # noqa: Y015
+
+@_typing.final
+class UsageDelta(_message.Message):
+    """What one key has used of one model in one minute."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MINUTE_UNIX_S_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    minute_unix_s: _builtins.int
+    """when the minute began"""
+    tenant: _builtins.str
+    """empty: the key has none"""
+    key: _builtins.str
+    """its name"""
+    model: _builtins.str
+    """empty: the request named none"""
+    @_builtins.property
+    def counts(self) -> Global___UsageCounts: ...
+    def __init__(
+        self,
+        *,
+        minute_unix_s: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        key: _builtins.str = ...,
+        model: _builtins.str = ...,
+        counts: Global___UsageCounts | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "key", b"key", "minute_unix_s", b"minute_unix_s", "model", b"model", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageDelta: _TypeAlias = UsageDelta  # noqa: Y015
+
+@_typing.final
+class AddUsageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
+    NOW_UNIX_S_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    gateway: _builtins.bytes
+    """16 bytes, of one process"""
+    sequence: _builtins.int
+    """ascends; deltas of a sequence that is known are not added again"""
+    now_unix_s: _builtins.int
+    """on the gateway's clock: the totals are those of its windows"""
+    waiting: _builtins.bytes
+    """a QueueLoad, at most 64 KiB; empty: no request waits in an engine"""
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageDelta]: ...
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """whose totals the gateway asks for"""
+
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        gateway: _builtins.bytes = ...,
+        sequence: _builtins.int = ...,
+        deltas: _abc.Iterable[Global___UsageDelta] | None = ...,
+        now_unix_s: _builtins.int = ...,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
+        tenants: _abc.Iterable[_builtins.str] | None = ...,
+        waiting: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "gateway", b"gateway", "keys", b"keys", "now_unix_s", b"now_unix_s", "sequence", b"sequence", "tenants", b"tenants", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddUsageRequest: _TypeAlias = AddUsageRequest  # noqa: Y015
+
+@_typing.final
+class AddUsageReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTALS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def totals(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageTotal]: ...
+    @_builtins.property
+    def waiting(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """QueueLoads that the other gateways have sent in the last five seconds."""
+
+    def __init__(
+        self,
+        *,
+        totals: _abc.Iterable[Global___UsageTotal] | None = ...,
+        waiting: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddUsageReply: _TypeAlias = AddUsageReply  # noqa: Y015
+
+@_typing.final
+class QueueLoad(_message.Message):
+    """The requests of one gateway that wait in engines. The retriever does not read it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BANDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def bands(self) -> _containers.RepeatedCompositeFieldContainer[Global___BandLoad]: ...
+    def __init__(
+        self,
+        *,
+        bands: _abc.Iterable[Global___BandLoad] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bands", b"bands"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueLoad: _TypeAlias = QueueLoad  # noqa: Y015
+
+@_typing.final
+class BandLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BAND_FIELD_NUMBER: _builtins.int
+    RATE_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    band: _builtins.int
+    """priority of the keys"""
+    rate: _builtins.float
+    """predicted seconds of its requests that engines do in a second"""
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantLoad]: ...
+    def __init__(
+        self,
+        *,
+        band: _builtins.int = ...,
+        rate: _builtins.float = ...,
+        tenants: _abc.Iterable[Global___TenantLoad] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["band", b"band", "rate", b"rate", "tenants", b"tenants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BandLoad: _TypeAlias = BandLoad  # noqa: Y015
+
+@_typing.final
+class TenantLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """unset: all callers without a tenant"""
+    weight: _builtins.float
+    seconds: _builtins.float
+    """that its waiting requests are predicted to take"""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str | None = ...,
+        weight: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "seconds", b"seconds", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+
+Global___TenantLoad: _TypeAlias = TenantLoad  # noqa: Y015
+
+@_typing.final
+class UsageTotal(_message.Message):
+    """What a key or a tenant has used in a window; of one without a total it is nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PERIOD_FIELD_NUMBER: _builtins.int
+    START_UNIX_S_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    tenant: _builtins.str
+    period: Global___UsagePeriod.ValueType
+    start_unix_s: _builtins.int
+    @_builtins.property
+    def counts(self) -> Global___UsageCounts: ...
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        period: Global___UsagePeriod.ValueType = ...,
+        start_unix_s: _builtins.int = ...,
+        counts: Global___UsageCounts | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "key", b"key", "owner", b"owner", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "key", b"key", "owner", b"owner", "period", b"period", "start_unix_s", b"start_unix_s", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_owner: _TypeAlias = _typing.Literal["key", "tenant"]  # noqa: Y015
+    _WhichOneofArgType_owner: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_owner) -> _WhichOneofReturnType_owner | None: ...
+
+Global___UsageTotal: _TypeAlias = UsageTotal  # noqa: Y015
+
+@_typing.final
+class ListUsageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PERIOD_FIELD_NUMBER: _builtins.int
+    START_UNIX_S_FIELD_NUMBER: _builtins.int
+    END_UNIX_S_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    period: Global___UsagePeriod.ValueType
+    """the day or the month"""
+    start_unix_s: _builtins.int
+    end_unix_s: _builtins.int
+    """excluded"""
+    tenant: _builtins.str
+    """unset: all; empty: keys without a tenant"""
+    key: _builtins.str
+    """unset: all"""
+    page_size: _builtins.int
+    """0: 100; at most 1000"""
+    page_token: _builtins.str
+    """next_page_token of the page before"""
+    def __init__(
+        self,
+        *,
+        period: Global___UsagePeriod.ValueType = ...,
+        start_unix_s: _builtins.int = ...,
+        end_unix_s: _builtins.int = ...,
+        tenant: _builtins.str | None = ...,
+        key: _builtins.str | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_key", b"_key", "_tenant", b"_tenant", "key", b"key", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_key", b"_key", "_tenant", b"_tenant", "end_unix_s", b"end_unix_s", "key", b"key", "page_size", b"page_size", "page_token", b"page_token", "period", b"period", "start_unix_s", b"start_unix_s", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__key: _TypeAlias = _typing.Literal["key"]  # noqa: Y015
+    _WhichOneofArgType__key: _TypeAlias = _typing.Literal["_key", b"_key"]  # noqa: Y015
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__key) -> _WhichOneofReturnType__key | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+
+Global___ListUsageRequest: _TypeAlias = ListUsageRequest  # noqa: Y015
+
+@_typing.final
+class ListUsageReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """empty on the last page"""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageRow]:
+        """by start, tenant, key and model"""
+
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[Global___UsageRow] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListUsageReply: _TypeAlias = ListUsageReply  # noqa: Y015
+
+@_typing.final
+class UsageRow(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_UNIX_S_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    start_unix_s: _builtins.int
+    tenant: _builtins.str
+    key: _builtins.str
+    model: _builtins.str
+    @_builtins.property
+    def counts(self) -> Global___UsageCounts: ...
+    def __init__(
+        self,
+        *,
+        start_unix_s: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        key: _builtins.str = ...,
+        model: _builtins.str = ...,
+        counts: Global___UsageCounts | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "key", b"key", "model", b"model", "start_unix_s", b"start_unix_s", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageRow: _TypeAlias = UsageRow  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

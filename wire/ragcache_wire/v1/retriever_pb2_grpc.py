@@ -120,6 +120,16 @@ class RetrieverStub:
                 request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetReportRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.Report.FromString,
                 _registered_method=True)
+        self.AddUsage = channel.unary_unary(
+                '/ragcache.v1.Retriever/AddUsage',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.AddUsageRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.AddUsageReply.FromString,
+                _registered_method=True)
+        self.ListUsage = channel.unary_unary(
+                '/ragcache.v1.Retriever/ListUsage',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.ListUsageRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.ListUsageReply.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/ragcache.v1.Retriever/GetStatus',
                 request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetStatusRequest.SerializeToString,
@@ -260,6 +270,20 @@ class RetrieverServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddUsage(self, request, context):
+        """Adds what a gateway has counted, once, and returns what counts against quotas now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListUsage(self, request, context):
+        """Returns what keys have used, by day or by month.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Returns the state of this replica: its indexes and its disk.
         """
@@ -368,6 +392,16 @@ def add_RetrieverServicer_to_server(servicer, server):
                     servicer.GetReport,
                     request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetReportRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.Report.SerializeToString,
+            ),
+            'AddUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddUsage,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.AddUsageRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.AddUsageReply.SerializeToString,
+            ),
+            'ListUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListUsage,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.ListUsageRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.ListUsageReply.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -845,6 +879,60 @@ class Retriever:
             '/ragcache.v1.Retriever/GetReport',
             ragcache__wire_dot_v1_dot_retriever__pb2.GetReportRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_retriever__pb2.Report.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/AddUsage',
+            ragcache__wire_dot_v1_dot_retriever__pb2.AddUsageRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.AddUsageReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/ListUsage',
+            ragcache__wire_dot_v1_dot_retriever__pb2.ListUsageRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.ListUsageReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -72,6 +72,10 @@ class RetrieverStub:
     """Stores a small report durably, for all gateways. A report replaces the one of its name."""
     GetReport: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetReportRequest, _retriever_pb2.Report]
     """Returns a report. NOT_FOUND if there is none of this name."""
+    AddUsage: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.AddUsageRequest, _retriever_pb2.AddUsageReply]
+    """Adds what a gateway has counted, once, and returns what counts against quotas now."""
+    ListUsage: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListUsageRequest, _retriever_pb2.ListUsageReply]
+    """Returns what keys have used, by day or by month."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetStatusRequest, _retriever_pb2.RetrieverStatus]
     """Returns the state of this replica: its indexes and its disk."""
     Backup: _grpc.UnaryStreamMultiCallable[_retriever_pb2.BackupRequest, _retriever_pb2.BackupPart]
@@ -123,6 +127,10 @@ class RetrieverAsyncStub(RetrieverStub):
     """Stores a small report durably, for all gateways. A report replaces the one of its name."""
     GetReport: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetReportRequest, _retriever_pb2.Report]  # type: ignore[assignment]
     """Returns a report. NOT_FOUND if there is none of this name."""
+    AddUsage: _aio.UnaryUnaryMultiCallable[_retriever_pb2.AddUsageRequest, _retriever_pb2.AddUsageReply]  # type: ignore[assignment]
+    """Adds what a gateway has counted, once, and returns what counts against quotas now."""
+    ListUsage: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListUsageRequest, _retriever_pb2.ListUsageReply]  # type: ignore[assignment]
+    """Returns what keys have used, by day or by month."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetStatusRequest, _retriever_pb2.RetrieverStatus]  # type: ignore[assignment]
     """Returns the state of this replica: its indexes and its disk."""
     Backup: _aio.UnaryStreamMultiCallable[_retriever_pb2.BackupRequest, _retriever_pb2.BackupPart]  # type: ignore[assignment]
@@ -273,6 +281,22 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.Report, _abc.Awaitable[_retriever_pb2.Report]]:
         """Returns a report. NOT_FOUND if there is none of this name."""
+
+    @_abc_1.abstractmethod
+    def AddUsage(
+        self,
+        request: _retriever_pb2.AddUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.AddUsageReply, _abc.Awaitable[_retriever_pb2.AddUsageReply]]:
+        """Adds what a gateway has counted, once, and returns what counts against quotas now."""
+
+    @_abc_1.abstractmethod
+    def ListUsage(
+        self,
+        request: _retriever_pb2.ListUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.ListUsageReply, _abc.Awaitable[_retriever_pb2.ListUsageReply]]:
+        """Returns what keys have used, by day or by month."""
 
     @_abc_1.abstractmethod
     def GetStatus(

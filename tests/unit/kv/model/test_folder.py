@@ -151,6 +151,19 @@ def test_other_files_with_settings_of_the_model_count(tmp_path: Path, name: str)
     assert len({before, with_file, fingerprint(folder)}) == 3
 
 
+def test_a_model_whose_kv_is_not_stored_needs_no_weights(tmp_path: Path) -> None:
+    (folder := tmp_path / "bare").mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_bytes(TOKENIZER)
+    bare = load_model_folder(str(folder), with_weights=False)
+    assert bare.space("auto").num_layers == LAYERS
+    with pytest.raises(InvalidInput, match="safetensors"):
+        load_model_folder(str(folder))
+    whole = write(tmp_path / "whole", tensors())
+    assert load_model_folder(str(whole), with_weights=False).fingerprint == bare.fingerprint
+    assert load_model_folder(str(whole)).fingerprint != bare.fingerprint
+
+
 def test_settings_of_generation_do_not_count(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", tensors())
     before = fingerprint(folder)

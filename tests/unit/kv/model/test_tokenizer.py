@@ -114,6 +114,19 @@ def test_control_tokens_are_refused(tokenizer: Tokenizer) -> None:
     assert list(chunks.unpack(pack_ids(indent)) or ()) == indent
 
 
+def test_no_control_token_is_spelled_in_a_text_for_a_server(folder: Path) -> None:
+    chunks = ChunkTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")))
+
+    @settings(max_examples=200, deadline=None)
+    @given(nasty_texts)
+    def is_plain(text: str) -> None:
+        apart = chunks.spelled_apart(text)
+        assert apart.replace("\u200b", "") == text.replace("\u200b", "")
+        assert chunks._controls.isdisjoint(chunks.encode_template(apart))
+
+    is_plain()
+
+
 def test_each_file_of_a_tokenizer_changes_its_identity(tmp_path: Path) -> None:
     identities = {tokenizer_identity(tmp_path)}
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):

@@ -176,10 +176,12 @@ def test_a_message_that_is_no_change_is_refused(message: pb.NodeChange, field: s
 def test_a_feed_has_no_field_for_tokens_or_text() -> None:
     fields = {
         field.name: field.message_type
-        for message in (pb.NodeChanges.DESCRIPTOR, pb.NodeChange.DESCRIPTOR)
-        for field in message.fields
+        for message in (pb.NodeChanges, pb.NodeChange, pb.EngineLoad)
+        for field in message.DESCRIPTOR.fields
     }
     assert set(fields) == {
-        *("boot", "sequence", "snapshot", "changes"),
+        *("boot", "sequence", "snapshot", "changes", "load"),
         *("key", "tier", "parent", "num_tokens", "num_bytes", "exact", "cost_s"),
+        *("pending_s", "background_s", "num_pending", "num_background", "num_decoding"),
+        *("free_tokens", "last_accepted", "accepted"),
     }

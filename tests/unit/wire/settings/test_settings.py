@@ -18,7 +18,7 @@ from ragcache_wire.settings import (
     RetrieverSettings,
 )
 from ragcache_wire.settings.field_types import split_address
-from ragcache_wire.settings.gateway import EngineAddress
+from ragcache_wire.settings.gateway import EngineAddress, ModelSettings, models_text
 from ragcache_wire.settings.retriever import BUNDLED_EMBEDDER
 from ragcache_wire.settings.table import ServiceSettings, variable
 from tests.kit.settings import read_settings
@@ -75,7 +75,6 @@ WRONG: dict[type[ServiceSettings], dict[str, list[str]]] = {
         "recompute_slice_tokens": ["0", "many"],
         "plain_prefixes": ["yes"],
         "layerwise": ["yes"],
-        "handoff_wait_s": ["long", "nan", "-1"],
         "lookup_deadline_s": ["soon", "inf", "0"],
         "load_deadline_s": ["0"],
         "hang_s": ["0", "-1", "soon", "inf"],
@@ -93,6 +92,10 @@ WRONG: dict[type[ServiceSettings], dict[str, list[str]]] = {
             "http://engine:8000/v1;records=8001",
             "http://engine:8000;records=port",
             "http://engine:8000;records=0",
+            "http://engine:8000;role=decode",
+            "http://engine:8000;records=8001;role=one",
+            "http://engine:8000;records=8001;color=red",
+            "http://engine:8000;records",
         ],
         "cachestore": ["cachestore"],
         "stop_grace_s": ["long"],
@@ -253,7 +256,6 @@ def test_settings_of_the_engine_are_read() -> None:
         RAGCACHE_LOAD_ALWAYS="on",
         RAGCACHE_RECOMPUTE_SLICE_TOKENS="64",
         RAGCACHE_PLAIN_PREFIXES="off",
-        RAGCACHE_HANDOFF_WAIT_S="1.5",
         RAGCACHE_LOOKUP_DEADLINE_S="2",
         RAGCACHE_LOAD_DEADLINE_S="0.75",
         RAGCACHE_LAYERWISE="on",
@@ -265,7 +267,7 @@ def test_settings_of_the_engine_are_read() -> None:
     assert settings.load_always
     assert settings.recompute_slice_tokens == 64
     assert not settings.plain_prefixes
-    assert (settings.handoff_wait_s, settings.lookup_deadline_s) == (1.5, 2.0)
+    assert settings.lookup_deadline_s == 2.0
     assert settings.load_deadline_s == 0.75
     assert settings.layerwise
     assert (settings.host_tier_bytes, settings.device_pool_bytes) == (4 << 30, 1000)
@@ -310,13 +312,55 @@ def test_settings_of_the_gateway_come_from_the_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", [EngineAddress("engine", 8000, 8001), EngineAddress("::1", 1, 2)]
+    "address",
+    [
+        EngineAddress("engine", 8000, 8001),
+        EngineAddress("::1", 1, 2),
+        EngineAddress("e", 1, 2, role="prefill"),
+        EngineAddress("llm.example.com", 443, None, True, Path("/keys/one"), "org/model=8b"),
+        EngineAddress("engine", 8000, 8001, model=2),
+    ],
 )
 def test_an_engine_is_read_as_it_is_written(address: EngineAddress) -> None:
     assert read(GatewaySettings, RAGCACHE_ENGINES=f"{address},{address}").engines == (
         address,
         address,
     )
+
+
+def test_https_has_a_port_unless_another_one_is_given() -> None:
+    engines = "https://llm.example.com, https://llm.example.com:8443;key=/keys/one"
+    assert read(GatewaySettings, RAGCACHE_ENGINES=engines).engines == (
+        EngineAddress("llm.example.com", 443, is_tls=True),
+        EngineAddress("llm.example.com", 8443, is_tls=True, key_file=Path("/keys/one")),
+    )
+
+
+@pytest.mark.parametrize(
+    "engine", ["http://a", "http://a:1;", "http://a:1;key=", "http://a:1;x=1", "https://a/v1"]
+)
+def test_an_engine_with_an_unknown_part_is_refused(engine: str) -> None:
+    with pytest.raises(InvalidInput, match="RAGCACHE_ENGINES"):
+        read(GatewaySettings, RAGCACHE_ENGINES=engine)
+
+
+def test_further_models_follow_the_first_one() -> None:
+    others = (ModelSettings("b, c", "org/b", "auto", 512), ModelSettings("d", "/d", "float16", 64))
+    settings = read(GatewaySettings, RAGCACHE_OTHER_MODELS=models_text(others))
+    assert settings.models == (
+        ModelSettings(settings.model_name, settings.model, "auto", 2048),
+        *others,
+    )
+    assert len(read(GatewaySettings).models) == 1
+
+
+@pytest.mark.parametrize(
+    "models",
+    ["b", "{}", '[{"name": "b"}]', '[{"name":"b","source":"c","dtype":"int8","max_length":64}]'],
+)
+def test_models_without_all_fields_are_refused(models: str) -> None:
+    with pytest.raises(InvalidInput, match="RAGCACHE_OTHER_MODELS"):
+        read(GatewaySettings, RAGCACHE_OTHER_MODELS=models)
 
 
 def test_a_file_of_signing_keys_is_read(tmp_path: Path) -> None:

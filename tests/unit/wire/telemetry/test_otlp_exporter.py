@@ -48,8 +48,8 @@ def test_names_units_and_attributes_are_opentelemetrys() -> None:
 
 def test_what_is_not_known_is_not_sent() -> None:
     registry = MetricRegistry("gateway")
-    registry.gauge(gateway.BLEND_ALPHA).set(math.nan)
-    registry.gauge(gateway.BLEND_EXPECTED_QUALITY).set(math.inf)
+    registry.gauge(gateway.BLEND_ALPHA).labels("m").set(math.nan)
+    registry.gauge(gateway.BLEND_EXPECTED_QUALITY).labels("m").set(math.inf)
     found = converted(registry)
     assert gateway.BLEND_ALPHA.name not in found
     assert points(found[gateway.BLEND_EXPECTED_QUALITY.name])[0].value == math.inf

@@ -94,3 +94,15 @@ TIER_BYTES: Final = gauge(
     "Bytes of values in the engine's own tiers.",
     one_of("tier", "device", "host"),
 )
+PENDING: Final = gauge(
+    "ragcache.engine.pending",
+    "s",
+    "Predicted time of the loads and prefills that are not done, of questions or of background "
+    "work. Gateways choose engines by that of questions.",
+    one_of("kind", "question", "background"),
+)
+DECODING_REQUESTS: Final = gauge(
+    "ragcache.engine.decoding_requests",
+    "{request}",
+    "Requests whose answers the engine generates.",
+)

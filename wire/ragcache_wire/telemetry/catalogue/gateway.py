@@ -6,6 +6,7 @@ from typing import Final
 
 from ragcache_core.access.caller import MAX_NAMED_TENANTS, NO_TENANT, OTHER_TENANTS
 from ragcache_core.planner.request_plan import ChunkAction, PlanReason
+from ragcache_core.scheduling.admission import RefusalCode
 from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.telemetry.instrument import at_most, counter, gauge, histogram, one_of
 
@@ -24,6 +25,7 @@ _TENANT: Final = at_most(
     f"one of the first {MAX_NAMED_TENANTS} tenants in the file of API keys; {OTHER_TENANTS}: a "
     f"later one; {NO_TENANT}: the caller has no tenant",
 )
+_MODEL: Final = at_most("model", 16, "name of a served model")
 _ENGINE: Final = at_most("engine", 256, "address of an engine that exists now")
 
 TIME_TO_FIRST_TOKEN: Final = histogram(
@@ -31,6 +33,13 @@ TIME_TO_FIRST_TOKEN: Final = histogram(
     "s",
     "From a question to the first token of its answer (TTFT).",
     *_GEN_AI,
+    buckets=names.FIRST_TOKEN_BUCKETS_S,
+)
+PREDICTED_TIME_TO_FIRST_TOKEN: Final = histogram(
+    "ragcache.gateway.predicted_time_to_first_token",
+    "s",
+    "From a question to the first token of its answer, as predicted when its last plan was made. "
+    "Refused questions count. Those that a cold engine was to answer do not.",
     buckets=names.FIRST_TOKEN_BUCKETS_S,
 )
 REQUEST_DURATION: Final = histogram(
@@ -68,6 +77,12 @@ REQUESTS_IN_FLIGHT: Final = gauge(
     "Requests being answered, by pool.",
     one_of("pool", "question", "document", "batch", "backup", "status"),
 )
+REFUSALS: Final = counter(
+    "ragcache.gateway.refusals",
+    "{request}",
+    "Requests that were not served, by the code of the error. All but deadline_passed are 429.",
+    one_of("reason", *RefusalCode),
+)
 CONNECTIONS: Final = gauge(
     "ragcache.gateway.connections", "{connection}", "Open connections of clients."
 )
@@ -91,6 +106,12 @@ UPSTREAM_FAILURES: Final = counter(
     "{call}",
     "Calls to another part that failed or timed out.",
     at_most("part", 16, "part or service that failed"),
+)
+ANSWERS_RESUMED: Final = counter(
+    "ragcache.gateway.answers_resumed",
+    "{answer}",
+    "Answers whose engine was lost after the first token, and that another engine carried on.",
+    one_of("way", "continue", "repeat"),
 )
 STAGE: Final = histogram(
     "ragcache.gateway.stage",
@@ -173,6 +194,13 @@ ENGINE_FAILURES: Final = counter(
     "Requests and health checks that an engine failed.",
     _ENGINE,
 )
+HANDOFFS: Final = counter(
+    "ragcache.gateway.handoffs",
+    "{request}",
+    "Prompts that one engine computed for another one. If the first one failed, the other one did "
+    "both.",
+    one_of("outcome", "answered", "prefill failed", "decode failed"),
+)
 PRECOMPUTED_CHUNKS: Final = counter(
     "ragcache.gateway.precomputed_chunks",
     "{chunk}",
@@ -186,6 +214,7 @@ PRECOMPUTE_WAITING_CHUNKS: Final = gauge(
     "ragcache.gateway.precompute_waiting_chunks",
     "{chunk}",
     "Prefills that wait for an idle window.",
+    _MODEL,
 )
 PRECOMPUTED_TOKENS: Final = counter(
     "ragcache.gateway.precomputed_tokens",
@@ -208,17 +237,20 @@ BLEND_ALPHA: Final = gauge(
     "Alpha of blends where a quality target is set: the engines' default until enough trials have "
     "run, then the least alpha that reaches the target; +Inf if none does and every question is "
     "computed. NaN: no target is set.",
+    _MODEL,
 )
 BLEND_EXPECTED_QUALITY: Final = gauge(
     "ragcache.gateway.blend_expected_quality",
     "1",
     "ROUGE-L F1 with full recomputation that this alpha is expected to reach; NaN before it is "
     "known.",
+    _MODEL,
 )
 BLEND_EXPECTED_RECOMPUTED: Final = gauge(
     "ragcache.gateway.blend_expected_recomputed",
     "1",
     "Share of blended tokens that this alpha is expected to recompute; NaN before it is known.",
+    _MODEL,
 )
 BLEND_TRIALS: Final = counter(
     "ragcache.gateway.blend_trials",
