@@ -3,8 +3,8 @@
 vLLM makes one connector for the scheduler and one for each worker. On a CPU these are in different
 processes. Loads are asynchronous: vLLM parks the request, and other requests keep running. The
 worker copies the KV of a forward pass out before the next pass. So vLLM's hooks per layer are
-unused, and CUDA graphs stay complete. There are two exceptions. An engine with
-``EngineRole.PREFILL`` copies each layer out when it is computed. Layer-wise loading writes layers
+unused, and CUDA graphs stay complete. There are two exceptions. A prompt that another engine
+decodes is copied out layer by layer, as the layers are computed. Layer-wise loading writes layers
 during a pass.
 """
 
@@ -41,7 +41,8 @@ from ragcache_engine.blend.recomputer import Recomputer, access_model
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.plugin import current_worker, vllm_version
 from ragcache_engine.protocol.context import EngineContext
-from ragcache_engine.protocol.messages import EngineRole, StepJobs, StepReport
+from ragcache_engine.protocol.messages import StepJobs, StepReport
+from ragcache_engine.scheduler.load_publisher import ArrivedRequest
 from ragcache_engine.scheduler.request import NewRequest
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler
 from ragcache_engine.telemetry.engine_feed import EngineFeed
@@ -103,6 +104,7 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
                 mine.outcomes + others.outcomes,
                 mine.passes + others.passes,
                 {**mine.tier_changes, **others.tier_changes},
+                mine.probes + others.probes,
             )
         )
 
@@ -128,12 +130,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         model = vllm_config.model_config
         self._model_folder = load_model_folder(str(model.model), model.revision)
         self._space = self._model_folder.space(str(model.dtype).removeprefix("torch."))
-        self._engine = EngineContext(
-            self._settings,
-            self._space,
-            _make_tracer(self._settings),
-            EngineRole(vllm_config.kv_transfer_config.kv_role),
-        )
+        self._engine = EngineContext(self._settings, self._space, _make_tracer(self._settings))
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         # The exception that vLLM was already handling when the step began.
@@ -146,7 +143,9 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._feed = EngineFeed() if listen else None
             announcer = NodeAnnouncer(self._space, costs, self._feed) if self._feed else None
             client = ShardedStore(self._settings.cachestore)
-            self._scheduler = ConnectorScheduler(self._engine, records, client, costs, announcer)
+            self._scheduler = ConnectorScheduler(
+                self._engine, records, client, costs, announcer, self._feed
+            )
             self._record_server = None
             if listen:
                 keys = self._settings.signing_key_file
@@ -239,7 +238,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Copy a computed layer out. Only an engine with ``EngineRole.PREFILL`` needs this."""
+        """Copy a computed layer out, of the values that another engine waits for."""
         if self._worker is not None:
             self._worker.layer_done(layer_name)
 
@@ -288,9 +287,19 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def on_new_request(self, request: Request) -> None:
         """Start to track a new request."""
+        if self._scheduler is None:
+            return
+        self._scheduler.on_arrival(
+            ArrivedRequest(
+                request.request_id,
+                request.num_prompt_tokens,
+                request.kv_transfer_params,
+                request.block_hashes,
+            )
+        )
         # A LoRA changes KV, and images and embeddings have no token ids.
         has_tokens = request.prompt_token_ids and request.prompt_embeds is None
-        if self._scheduler is None or request.lora_request or request.mm_features or not has_tokens:
+        if request.lora_request or request.mm_features or not has_tokens:
             return
         new = NewRequest(
             request.request_id,
@@ -335,8 +344,13 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             blocks: list[int] = groups[0]
             return blocks
 
-        progress, finished_ids = _progress(scheduler_output), scheduler_output.finished_req_ids
-        return _StepMetadata(self._scheduler.step(progress, blocks_of, finished_ids))
+        jobs = self._scheduler.step(
+            _progress(scheduler_output),
+            blocks_of,
+            scheduler_output.finished_req_ids,
+            scheduler_output.preempted_req_ids or (),
+        )
+        return _StepMetadata(jobs)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Apply what the workers report after a step."""

@@ -16,10 +16,9 @@ STEP_TOKENS = 256
 def running(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[CacheStore, Engine]]:
-    """A store, and an engine that prefers requests of a higher priority."""
+    """A store, and an engine that computes few requests at a time."""
     folder = tmp_path_factory.mktemp("priority")
     arguments = (
-        *("--scheduling-policy", "priority"),
         *("--max-num-seqs", "2"),
         *("--max-num-batched-tokens", str(STEP_TOKENS)),
     )

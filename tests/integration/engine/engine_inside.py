@@ -1,6 +1,6 @@
-"""Checks inside a vLLM engine, in a process of its own. Prints the findings as one JSON object.
+"""Checks inside a vLLM engine, in a process of its own. Writes the findings as one JSON object.
 
-python -m tests.integration.engine.engine_inside MODEL_FOLDER DTYPE
+python -m tests.integration.engine.engine_inside MODEL_FOLDER DTYPE RESULT_FILE
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 BLOCKS_APART = 20
@@ -320,7 +321,7 @@ def main() -> None:
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     from vllm import LLM, SamplingParams
 
-    model, dtype = sys.argv[1:]
+    model, dtype, result = sys.argv[1:]
     engine = LLM(
         model, dtype=dtype, enforce_eager=True, max_num_batched_tokens=2048, disable_log_stats=True
     )
@@ -355,7 +356,8 @@ def main() -> None:
         [answer] = engine.generate(prompt, asked, use_tqdm=False)
         [failed] = engine.collective_rpc(failed_slices)
         found["broken"][fault] = [answer.outputs[0].token_ids == answers[0], failed]
-    print(json.dumps({**found, **pieces, "reference": reference(model, token_ids)}))
+    found |= {**pieces, "reference": reference(model, token_ids)}
+    Path(result).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

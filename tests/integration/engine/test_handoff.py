@@ -22,7 +22,8 @@ from harness.processes import (
     wait_for_engine,
 )
 from ragcache_core.identity.keys import KVSpace
-from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
+from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
+from ragcache_core.plan.reuse_plan import Handoff
 from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2
 from tests.kit.engine import STORE_AWAY
@@ -33,7 +34,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 # so all of them have the same KV and sums, to the last bit.
 ENGINE_ARGUMENTS = ("--max-num-batched-tokens", "384")
 LENGTH = 769
-WAIT_S = "30"
+WAIT_S = 30.0
 
 
 def make_prompt(name: str) -> Prompt:
@@ -57,20 +58,22 @@ class HandoffPair:
     space: KVSpace
 
     def compute(self, prompt: Prompt, request: str) -> None:
-        self._ask(self.prefill, prompt, request, max_tokens=1)
+        self._ask(self.prefill, prompt, request, Handoff.PREFILL)
 
     def decode_answer(
         self, prompt: Prompt, request: str
     ) -> tuple[Completion, engine_pb2.RequestRecord]:
-        answer = self._ask(self.decode, prompt, request, max_tokens=16)
+        answer = self._ask(self.decode, prompt, request, Handoff.DECODE)
         return answer, record_of(self.decode, request)
 
     def expected(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the answer of one engine alone, without a plan and so without the store."""
         return complete(self.prefill.url, prompt.token_ids, max_tokens=16).token_ids
 
-    def _ask(self, engine: Engine, prompt: Prompt, request: str, max_tokens: int) -> Completion:
-        plan = replace(plan_exact(prompt, self.space, "public", request), handoff=True)
+    def _ask(self, engine: Engine, prompt: Prompt, request: str, part: Handoff) -> Completion:
+        plan = plan_exact(prompt, self.space, "public", request)
+        plan = replace(plan, handoff=part, handoff_wait_s=WAIT_S)
+        max_tokens = 1 if part is Handoff.PREFILL else 16
         return complete(engine.url, prompt.token_ids, max_tokens=max_tokens, plan=plan.encode())
 
 
@@ -78,20 +81,19 @@ class HandoffPair:
 def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HandoffPair]:
     folder = tmp_path_factory.mktemp("pair")
     space = load_model_folder(str(tiny_model)).space("auto")
-    settings = {**COMPUTES_PLAIN, "RAGCACHE_HANDOFF_WAIT_S": WAIT_S}
     with contextlib.ExitStack() as stack:
         store = start_cachestore(folder / "store")
         stack.callback(store.service.stop)
-        engines = {}
-        for role in ("kv_producer", "kv_consumer"):
-            engines[role] = launch_engine(
-                *(folder, tiny_model, store.address, *ENGINE_ARGUMENTS),
-                settings=settings,
-                role=role,
+        engines = []
+        for _ in range(2):
+            engine = launch_engine(
+                folder, tiny_model, store.address, *ENGINE_ARGUMENTS, settings=COMPUTES_PLAIN
             )
-            stack.callback(engines[role].service.stop)
-            wait_for_engine(engines[role])
-        yield HandoffPair(store, engines["kv_producer"], engines["kv_consumer"], space)
+            stack.callback(engine.service.stop)
+            wait_for_engine(engine)
+            engines.append(engine)
+        prefill, decode = engines
+        yield HandoffPair(store, prefill, decode, space)
 
 
 def test_a_handed_off_prompt_has_the_answer_of_one_engine(pair: HandoffPair) -> None:
@@ -116,8 +118,35 @@ def test_a_decoding_engine_computes_after_the_handoff_wait(pair: HandoffPair) ->
     prompt = make_prompt("without a prefill")
     answer, record = pair.decode_answer(prompt, uuid.uuid4().hex)
     assert (record.loaded_tokens, record.miss) == (0, "handoff timed out")
-    assert record.queue_s >= float(WAIT_S)
+    assert record.prefill_s >= WAIT_S
     assert answer.token_ids == pair.expected(prompt)
+
+
+def test_what_one_engine_has_blended_another_one_decodes(pair: HandoffPair) -> None:
+    head, chunks, question = range(41), [range(50, 181), range(200, 300), range(100, 240)], [7] * 90
+    pair.compute(assemble(head, chunks, question), "stored")
+    prompt = assemble(head, chunks[::-1], question)
+    plan = plan_blend(prompt, pair.space, "public", "blend", 0.2)
+
+    def handed_off(part: Handoff, max_tokens: int) -> Completion:
+        text = replace(plan, handoff=part, handoff_wait_s=WAIT_S).encode()
+        engine = pair.prefill if part is Handoff.PREFILL else pair.decode
+        return complete(engine.url, prompt.token_ids, max_tokens=max_tokens, plan=text)
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(handed_off, Handoff.DECODE, 16)
+        handed_off(Handoff.PREFILL, 1)
+        answer = asked.result()
+    blended, decoded = record_of(pair.prefill, "blend"), record_of(pair.decode, "blend")
+    assert blended.blended_tokens > 0
+    assert blended.recomputed_tokens > 0
+    assert (decoded.loaded_tokens, decoded.miss) == (len(prompt.token_ids) - 1, "")
+    assert (decoded.blended_tokens, decoded.recomputed_tokens) == (len(prompt.token_ids) - 1, 0)
+    assert len(answer.token_ids) == 16
+    exact = plan_exact(prompt, pair.space, "public", "exact")
+    complete(pair.decode.url, prompt.token_ids, max_tokens=1, plan=exact.encode())
+    head_only = record_of(pair.decode, "exact")
+    assert head_only.local_tokens + head_only.loaded_tokens <= len(head), "no blend serves exact"
 
 
 def test_a_store_that_dies_before_the_decode_costs_the_computation(pair: HandoffPair) -> None:

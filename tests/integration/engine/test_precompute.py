@@ -17,10 +17,9 @@ import pytest
 
 from harness.processes import CacheStore, Engine
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
+from ragcache_core.scheduling.priority import BACKGROUND_BAND, QueuePosition
 from ragcache_core.store_api import Deletion, LookupKey, StoredVariant
-from ragcache_gateway.app import create_app
 from ragcache_gateway.background import precompute
-from ragcache_gateway.background.idle import LOWEST_PRIORITY
 from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import retriever_pb2
@@ -90,8 +89,7 @@ async def gateway(site: Site, tiny_model: Path) -> AsyncGenerator[World, None]:
             precompute=True,
         )
         world = World(config, retriever=retriever)
-        space = load_model_folder(config.model).space("bfloat16")
-        port = await stack.enter_async_context(serving(create_app(config, space, world.prompts())))
+        port = await stack.enter_async_context(serving(world.app()))
         world.client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60)
         )
@@ -289,9 +287,10 @@ def forget(site: Site, gateway: World, text: str) -> None:
 async def test_a_question_overtakes_waiting_prefills(site: Site) -> None:
     ended = []
 
-    async def ask(name: str, seed: int, num_tokens: int, **more: Any) -> None:
+    async def ask(name: str, seed: int, num_tokens: int, position: QueuePosition) -> None:
         prompt = [(seed * index) % 350 for index in range(num_tokens)]
-        body = {"model": "model", "prompt": prompt, "max_tokens": 1, **more}
+        priority = position.priority(time.time_ns() // 1_000_000)
+        body = {"model": "model", "prompt": prompt, "max_tokens": 1, "priority": priority}
         reply = await site.client.post("/v1/completions", json=body)
         assert reply.status_code == 200
         ended.append(name)
@@ -299,11 +298,12 @@ async def test_a_question_overtakes_waiting_prefills(site: Site) -> None:
     async with asyncio.TaskGroup() as group:
         # Six steps each, two at a time, so most of them wait.
         for seed in range(11, 11 + NUM_PREFILLS):
-            group.create_task(ask("prefill", seed, 6 * STEP_TOKENS, priority=LOWEST_PRIORITY))
+            background = QueuePosition(BACKGROUND_BAND)
+            group.create_task(ask("prefill", seed, 6 * STEP_TOKENS, background))
         while await num_waiting(site) < NUM_PREFILLS // 2:
             assert len(ended) < NUM_PREFILLS, "the prefills never waited"
             await asyncio.sleep(0.01)
-        group.create_task(ask("question", 7, STEP_TOKENS))
+        group.create_task(ask("question", 7, STEP_TOKENS, QueuePosition(0)))
     assert len(ended) == NUM_PREFILLS + 1
     overtaken = NUM_PREFILLS - ended.index("question")
     assert overtaken > 4, "in the order of arrival, at most one prefill ends after the question"

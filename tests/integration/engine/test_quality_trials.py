@@ -33,9 +33,8 @@ from ragcache_core.quality.controller import (
     alpha_ladder,
 )
 from ragcache_gateway.app import create_app
-from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.prompts.model_runtime import load_models
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
-from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers
 from tests.kit.gateway import CONFIG, FakeRetriever, serving, serving_retriever
@@ -165,13 +164,7 @@ async def reader(platform: Platform, seed: int, **settings: Any) -> AsyncGenerat
             reuse="blend",
             **settings,
         )
-        prompts = PromptBuilder(
-            load_tokenizer(MODEL),
-            max_model_len=config.max_model_len,
-            default_max_tokens=config.default_max_tokens,
-            cache_bytes=config.token_cache_bytes,
-        )
-        app = create_app(config, load_model_folder(str(MODEL)).space("auto"), prompts)
+        app = create_app(config, load_models(config))
         port = await stack.enter_async_context(serving(app))
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60)
@@ -187,8 +180,8 @@ async def test_later_questions_use_the_alpha_that_trials_chose(
     """Every quality suffices, so in the end nothing is recomputed."""
     async with reader(platform, 1, quality=0.0, max_recompute_share=0.2) as asking:
         before = await asking.learn(len(alpha_ladder(0.2)))
-        assert await asking.metric("blend_alpha") == 0.0
-        assert await asking.metric("blend_expected_recomputed") == 0.0
+        assert await asking.metric('blend_alpha{model="model"}') == 0.0
+        assert await asking.metric('blend_expected_recomputed{model="model"}') == 0.0
         used = [answer["ragcache"]["cache"]["blended_tokens"] for answer in before]
         assert not any(used[:-1]), "reuse is exact until the trials have decided"
         later = [await asking.ask(*asking.pick()) for _ in range(4)]
@@ -203,7 +196,7 @@ async def test_with_an_unreachable_quality_answers_are_fully_computed(
     """Without recomputation, some answers differ from a full computation."""
     async with reader(platform, 3, quality=1.0, max_recompute_share=0.0) as asking:
         await asking.learn(len(alpha_ladder(0.0)))
-        assert await asking.metric("blend_alpha") == math.inf
+        assert await asking.metric('blend_alpha{model="model"}') == math.inf
         for _ in range(6):
             picked = asking.pick()
             answer = await asking.ask(*picked)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness import processes
 from ragcache_core.blend.chunk_shift import SHIFT_FACTOR
+from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -22,24 +23,30 @@ ROUNDING_FLOAT32 = 1e-5
 """float32 has about seven digits, so one missing token among hundreds would be visible."""
 
 
-def run_inside(model: Path, dtype: str) -> dict[str, Any]:
-    """Return the output of ``engine_inside``, which runs vLLM in its own process."""
-    argv = [sys.executable, "-m", "tests.integration.engine.engine_inside", str(model), dtype]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def run_inside(folder: Path, model: Path, dtype: str) -> dict[str, Any]:
+    """Return the result of ``engine_inside``, which runs vLLM in its own process."""
+    result, log = folder / "result.json", folder / "log"
+    command = [sys.executable, "-m", "tests.integration.engine.engine_inside"]
+    command += [str(model), dtype, str(result)]
+    inside = processes.Service("engine", command, {}, log, processes.engine_forks)
+    try:
+        wait_until(lambda: inside.has_ended, "result", timeout_s=600)
+    finally:
+        inside.kill()
+    assert result.exists(), log.read_text()[-4000:]
+    found: dict[str, Any] = json.loads(result.read_text())
     return found
 
 
 @pytest.fixture(scope="module")
-def found(tiny_model: Path) -> dict[str, Any]:
+def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Findings in the model's own type."""
-    return run_inside(tiny_model, "bfloat16")
+    return run_inside(tmp_path_factory.mktemp("bfloat16"), tiny_model, "bfloat16")
 
 
 @pytest.fixture(scope="module")
-def found_in_float32(tiny_model: Path) -> dict[str, Any]:
-    return run_inside(tiny_model, "float32")
+def found_in_float32(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_inside(tmp_path_factory.mktemp("float32"), tiny_model, "float32")
 
 
 def test_recomputing_a_whole_prompt_gives_the_bits_of_a_prefill(found: dict[str, Any]) -> None:

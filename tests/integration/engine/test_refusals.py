@@ -53,7 +53,7 @@ def config(**changes):
         "kv_transfer_config.kv_role": "kv_both",
         "kv_transfer_config.kv_load_failure_policy": "recompute",
     }
-    made = SimpleNamespace(speculative_config=None, max_concurrent_batches=1)
+    made = SimpleNamespace(speculative_config=None)
     given = {name.replace("__", "."): value for name, value in changes.items()}
     for name, value in (of | given).items():
         part, _, field = name.rpartition(".")
@@ -97,7 +97,7 @@ print(json.dumps({
     "streamed": refused(load_config__load_format="runai_streamer"),
     "sleep": refused(model_config__enable_sleep_mode=True),
     "dtype": refused(cache_config__cache_dtype="fp8"),
-    "ahead": refused(kv_transfer_config__kv_role="kv_producer", max_concurrent_batches=2),
+    "producer": refused(kv_transfer_config__kv_role="kv_producer"),
     "policy": refused(kv_transfer_config__kv_load_failure_policy="fail"),
     "full": kept(full),
     "windows in some layers": kept(part_full),
@@ -133,7 +133,7 @@ def test_an_unsupported_configuration_is_refused_with_field_and_fix() -> None:
         "streamed": None,
         "sleep": (ARGUMENTS, "--enable-sleep-mode"),
         "dtype": (ARGUMENTS, "--kv-cache-dtype"),
-        "ahead": (ARGUMENTS, "--no-async-scheduling"),
+        "producer": ("kv_role", "kv_both"),
         "policy": ("kv_load_failure_policy", "recompute"),
         "full": None,
         "windows in some layers": None,

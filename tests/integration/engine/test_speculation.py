@@ -15,9 +15,7 @@ import pytest
 
 from harness.processes import CacheStore, Engine
 from ragcache_core.plan.prompt import Prompt
-from ragcache_gateway.app import create_app
 from ragcache_gateway.prompts.conversation import Conversation
-from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers
 from tests.kit.engine import is_clear
@@ -94,8 +92,7 @@ async def site(running: tuple[CacheStore, Engine], tiny_model: Path) -> AsyncGen
             first_token_timeout_s=WAIT_S,
         )
         world = World(config, retriever=retriever)
-        space = load_model_folder(config.model).space("bfloat16")
-        port = await stack.enter_async_context(serving(create_app(config, space, world.prompts())))
+        port = await stack.enter_async_context(serving(world.app()))
         options: dict[str, Any] = {"trust_env": False, "timeout": WAIT_S}
         world.client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ragcache_core.identity.keys import KVSpace
-from ragcache_engine.protocol.messages import EngineRole
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.tracing import Tracer
 
@@ -18,10 +17,8 @@ class EngineContext:
         settings: The engine's settings.
         space: KV space of the model.
         tracer: Makes the spans of requests that are part of a trace.
-        role: What the engine does of a handoff.
     """
 
     settings: EngineSettings
     space: KVSpace
     tracer: Tracer = field(default_factory=Tracer)
-    role: EngineRole = EngineRole.BOTH

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from ragcache_core.blend.token_selection import InfluencedChunk
 from ragcache_core.identity.keys import ChunkKey, VariantKey
@@ -114,6 +113,8 @@ class SaveJob:
     blocks: tuple[int, ...]
     # As in LoadJob.
     traceparent: str = ""
+    # Another engine waits for the value, so layers are sent while the next ones are computed.
+    hands_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,10 @@ class StepJobs:
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
     observes: tuple[ObserveJob, ...] = ()
+    # A load that a finished request declined, to be measured in idle time.
+    probe: LoadJob | None = None
+    # No request runs or waits.
+    is_idle: bool = False
     # Recomputed by the step's forward pass beside vLLM's own tokens.
     joint_recomputes: tuple[PromptSlice, ...] = ()
     # Number of requests that had arrived when the step began (``ArrivalCounter``).
@@ -243,6 +248,16 @@ class LoadOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeOutcome:
+    """The result of a load that was made to measure it."""
+
+    # Has the id of the request that declined the load.
+    outcome: LoadOutcome
+    # What was to be loaded: the first variants of the job.
+    variants: tuple[VariantKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredPass:
     """How long a forward pass took."""
 
@@ -271,14 +286,5 @@ class StepReport:
     passes: list[MeasuredPass] = field(default_factory=list)
     # By variant: where the worker now stores it. None: no tier of the worker does any more.
     tier_changes: Mapping[VariantKey, TierChange | None] = field(default_factory=dict)
-
-
-class EngineRole(StrEnum):
-    """An engine's part in requests with a handoff (``ReusePlan.handoff``).
-
-    The values are those of vLLM's ``kv_role``. An engine of any role serves all other requests.
-    """
-
-    BOTH = "kv_both"  # takes part in no handoff
-    PREFILL = "kv_producer"  # computes a prompt and stores it, except for the last token
-    DECODE = "kv_consumer"  # waits until the store has the prompt, and decodes
+    # Declined loads that the worker has measured.
+    probes: list[ProbeOutcome] = field(default_factory=list)

@@ -41,6 +41,16 @@ class BlockReservation:
         self._scratch: dict[str, list[Any]] = {}
         self._kept: dict[str, int] = {}
 
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that the free blocks take, those with cached KV of no running request included."""
+        return self._pool.get_num_free_blocks() * self._block_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all blocks take."""
+        return self._pool.num_gpu_blocks * self._block_size
+
     def num_blocks(self, num_tokens: int) -> int:
         """Return how many blocks num_tokens tokens need."""
         return -(-num_tokens // self._block_size)
@@ -60,6 +70,8 @@ class BlockReservation:
 
     def keep(self, request_id: str, count: int) -> bool:
         """Keep blocks of a request that has ended until ``release``. Return False if refused."""
+        if request_id in self._kept:
+            return True
         limit = self._pool.num_gpu_blocks // _KEPT_DIVISOR
         if sum(self._kept.values()) + count > limit or not self._can_spare(count):
             return False

@@ -6,8 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ragcache_core.blend.variant_selection import Blend, BlendSource
-from ragcache_core.cost.load_or_compute import TIE_RATIO, ReuseCosts, ReuseOption
-from ragcache_engine.scheduler.request import LoadDecision, RequestState
+from ragcache_core.cost.load_or_compute import ReuseCosts, ReuseOption
+from ragcache_core.plan.reuse_plan import Handoff
+from ragcache_engine.protocol.messages import VariantSpan
+from ragcache_engine.scheduler.request import (
+    LoadDecision,
+    RequestState,
+    blend_spans,
+    exact_spans,
+)
 from ragcache_engine.scheduler.tier_map import TierMap
 from ragcache_wire.settings import EngineSettings
 
@@ -36,21 +43,32 @@ class LoadPlanner:
         self._tiers = tiers
 
     def decide(self, request: RequestState, num_local: int) -> LoadDecision:
-        """Return how much of a request's prompt to load. The request does not change.
-
-        ``ReuseCosts`` counts the decision, so call this once for each number of local tokens.
-        """
-        blend, blend_declined = self._choose_blend(request, num_local)
+        """Return how much of a request's prompt to load. The request does not change."""
         length = len(request.token_ids)
-        if blend is not None:
+        found, blend = request.blend, self._choose_blend(request, num_local)
+        if found is not None and blend is not None:
             first = max(num_local, blend.exact_end)
-            predicted = self._costs.predict(self._blend_option(request, blend, first), length)
-            return LoadDecision(num_local, blend.end, blend, predicted=predicted)
-        option, chain_shortened = self._exact_option(request, num_local)
-        end = option.end if option is not None else 0
-        predicted = self._costs.predict(option or ReuseOption(num_local), length)
-        declined = blend_declined or chain_shortened
-        return LoadDecision(num_local, end, None, declined, predicted)
+            option = self._blend_option(request, blend, first)
+            declined = self._declined_of_blend(request, found, blend, num_local)
+            predicted = self._costs.predict(option, length)
+            return LoadDecision(num_local, blend.end, blend, predicted=predicted, declined=declined)
+        options = self._exact_options(request, num_local)
+        if options and self._must_load(request):
+            chosen: ReuseOption | None = options[-1]
+        else:
+            chosen = self._costs.choose(num_local, length, options)
+        end = chosen.end if chosen is not None else 0
+        predicted = self._costs.predict(chosen or ReuseOption(num_local), length)
+        blend_declined = found is not None and found.end > max(num_local, found.exact_end)
+        shortened = bool(options) and chosen is not options[-1]
+        declined = ()
+        if found is not None and blend_declined:
+            declined = self._declined_of_blend(request, found, None, num_local)
+        if shortened and not declined:
+            declined = self._declined_of_chain(request, options[-1], end, num_local)
+        return LoadDecision(
+            num_local, end, None, blend_declined or shortened, predicted, declined=declined
+        )
 
     def deadline_s(self, request: RequestState, first: int, end: int) -> float:
         """Return after how many seconds to abandon a load of prompt tokens [first, end).
@@ -64,32 +82,30 @@ class LoadPlanner:
             return longest_s
         return min(longest_s, max(_MIN_DEADLINE_S, _DEADLINE_FACTOR * compute_s))
 
-    def _choose_blend(self, request: RequestState, num_local: int) -> tuple[Blend | None, bool]:
-        """Return the blend to load, and whether one was declined because computing is faster."""
+    def _choose_blend(self, request: RequestState, num_local: int) -> Blend | None:
+        """Return the blend to load. None: there is none, or it does not save enough time."""
         found = request.blend
         if found is None:
-            return None, False
+            return None
         first = max(num_local, found.exact_end)
         if found.end <= first:
-            return None, False
-        if self._settings.load_always or request.plan.trial:  # a trial measures the blend
-            return found, False
+            return None
+        if self._must_load(request) or request.plan.trial:  # a trial measures the blend
+            return found
         reduced = self._reduced_blend(request, found, first)
         blends = [found] if reduced is None else [reduced, found]
         options = [self._blend_option(request, blend, first) for blend in blends]
-        best = self._costs.choose(
-            first, len(request.token_ids), options, tie_ratio=1.0, min_gain=_MIN_BLEND_GAIN
-        )
-        return (None, True) if best is None else (blends[options.index(best)], False)
+        best = self._costs.choose(first, len(request.token_ids), options, min_gain=_MIN_BLEND_GAIN)
+        return None if best is None else blends[options.index(best)]
 
     def _reduced_blend(self, request: RequestState, found: Blend, first: int) -> Blend | None:
         """Return a blend that recomputes some sources rather than load them.
 
-        None: no such blend is faster by more than the tie.
+        None: no such blend is faster.
         """
         length = len(request.token_ids)
-        best_s = found_s = self._costs.predict_s(self._blend_option(request, found, first), length)
-        if best_s is None or found_s is None:
+        best_s = self._costs.predict_s(self._blend_option(request, found, first), length)
+        if best_s is None:
             return None
         best: Blend | None = None
         removed: set[int] = set()
@@ -101,7 +117,7 @@ class LoadPlanner:
             reduced_s = self._costs.predict_s(option, length)
             if reduced_s is not None and reduced_s < best_s:
                 best, best_s, removed = reduced, reduced_s, removed | starts
-        return best if best_s * TIE_RATIO < found_s else None
+        return best
 
     def _removable_sources(
         self, request: RequestState, sources: Sequence[BlendSource]
@@ -132,14 +148,8 @@ class LoadPlanner:
         variants = (source.variant for source in sources if source.variant is not None)
         return dict(self._tiers.bytes_by_tier(variants, request.stored or {}))
 
-    def _exact_option(
-        self, request: RequestState, num_local: int
-    ) -> tuple[ReuseOption | None, bool]:
-        """Return the longest load of exact variants that is no slower than computing.
-
-        None: computing is faster than any of them, or nothing is stored. Also returns whether the
-        load is less than all that is stored.
-        """
+    def _exact_options(self, request: RequestState, num_local: int) -> list[ReuseOption]:
+        """Return the loads of exact variants, the shortest first."""
         stored, length = request.stored or {}, len(request.token_ids)
         sizes: Counter[str] = Counter()
         options = []
@@ -147,12 +157,35 @@ class LoadPlanner:
             if named.segment.end > num_local:
                 sizes.update(self._tiers.bytes_by_tier([named.variant], stored))
                 options.append(ReuseOption(min(named.segment.end, length - 1), dict(sizes)))
-        if not options:
-            return None, False
-        if self._settings.load_always:
-            return options[-1], False
-        best = self._costs.choose(num_local, length, options)
-        return best, best is not options[-1]
+        return options
+
+    def _must_load(self, request: RequestState) -> bool:
+        """Tell whether a request loads all that it can.
+
+        Computing what another engine has computed would delay the answers that this one decodes.
+        """
+        return self._settings.load_always or request.plan.handoff is Handoff.DECODE
+
+    def _declined_of_blend(
+        self, request: RequestState, found: Blend, chosen: Blend | None, num_local: int
+    ) -> tuple[VariantSpan, ...]:
+        """Return the spans of a blend that a request does not load, as in ``LoadDecision``."""
+        if found is chosen:
+            return ()
+        first = max(num_local, found.exact_end)
+        option = self._blend_option(request, found, first)
+        if not self._costs.may_be_faster(option, first, len(request.token_ids)):
+            return ()
+        loaded = set(blend_spans(chosen, first, chosen.end)) if chosen is not None else set()
+        return tuple(span for span in blend_spans(found, first, found.end) if span not in loaded)
+
+    def _declined_of_chain(
+        self, request: RequestState, longest: ReuseOption, end: int, num_local: int
+    ) -> tuple[VariantSpan, ...]:
+        """Return the exact spans that a request does not load, as in ``LoadDecision``."""
+        if not self._costs.may_be_faster(longest, num_local, len(request.token_ids)):
+            return ()
+        return exact_spans(request, max(num_local, end), longest.end)
 
 
 def _num_missing(blend: Blend, first: int) -> int:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from ragcache_core.blend.token_selection import QUESTION_TOKENS
 from ragcache_core.blend.variant_selection import Blend
 from ragcache_core.cost.load_or_compute import ReuseCosts
-from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob, VariantSpan
+from ragcache_core.identity.keys import VariantKey
+from ragcache_core.store_api import StoredVariant
+from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, RecomputeJob
 from ragcache_engine.scheduler.block_reservation import BlockReservation
 from ragcache_engine.scheduler.load_planner import LoadPlanner
-from ragcache_engine.scheduler.request import RequestPhase, RequestState
+from ragcache_engine.scheduler.request import (
+    RequestPhase,
+    RequestState,
+    blend_spans,
+    exact_spans,
+)
 from ragcache_engine.scheduler.tier_map import TierMap
 
 
@@ -42,9 +51,9 @@ class LoadTracker:
         request.previous_approximate_after = request.approximate_after
         blend, recompute = request.blend, None
         if blend is None or end <= blend.exact_end:
-            spans = _exact_spans(request, first, end)
+            spans = exact_spans(request, first, end)
         else:
-            spans = _blend_spans(blend, first, end)
+            spans = blend_spans(blend, first, end)
             recompute = self._start_recompute(request_id, request, blend, load, reservation)
             request.missing_ranges = blend.missing_ranges(first, end, not_stored_only=True)
         request.spans = spans
@@ -65,7 +74,9 @@ class LoadTracker:
     def finish(self, request: RequestState, outcome: LoadOutcome) -> None:
         """Apply the outcome of a request's load to the request and to the cost predictions."""
         if not request.plan.trial:
-            self._observe_costs(request, outcome)
+            observe_load(self._costs, self._tiers, outcome, request.loading, request.stored or {})
+        if outcome.blended_tokens:
+            self._costs.observe_selection(outcome.tokens, outcome.select_s)
         request.enter(RequestPhase.WAITING)
         request.left_to_recompute = request.recomputed_runs = outcome.left_to_recompute
         request.loaded_chunks, request.shifted_runs = outcome.loaded_chunks, outcome.shifted_runs
@@ -79,17 +90,6 @@ class LoadTracker:
             request.approximate_after = request.previous_approximate_after
             if outcome.missing_variant is not None:
                 request.mark_missing_from(outcome.missing_variant)
-
-    def _observe_costs(self, request: RequestState, outcome: LoadOutcome) -> None:
-        stored = request.stored or {}
-        if outcome.timed_out:
-            tiers = self._tiers.remote_tiers(request.loading, stored)
-            self._costs.observe_timeout(tiers, outcome.seconds)
-        elif not outcome.reason:
-            sizes = self._tiers.loaded_bytes_by_tier(outcome.bytes_by_tier, request.loading, stored)
-            self._costs.observe_load(sizes, outcome.seconds)
-        if outcome.blended_tokens:
-            self._costs.observe_selection(outcome.tokens, outcome.select_s)
 
     def _start_recompute(
         self,
@@ -123,17 +123,21 @@ class LoadTracker:
         )
 
 
-def _exact_spans(request: RequestState, first: int, end: int) -> tuple[VariantSpan, ...]:
-    return tuple(
-        VariantSpan(named.variant, named.segment.start, named.segment.end)
-        for named in request.segments
-        if named.segment.end > first and named.segment.start < end
-    )
+def observe_load(
+    costs: ReuseCosts,
+    tiers: TierMap,
+    outcome: LoadOutcome,
+    variants: Sequence[VariantKey],
+    stored: Mapping[VariantKey, StoredVariant],
+) -> None:
+    """Apply the duration of a load to the predictions of its tiers, unless it failed early.
 
-
-def _blend_spans(blend: Blend, first: int, end: int) -> tuple[VariantSpan, ...]:
-    return tuple(
-        VariantSpan(source.variant, source.start, source.end, source.base_position, source.mismatch)
-        for source in blend.sources
-        if source.variant is not None and source.end > first and source.start < end
-    )
+    Args:
+        variants: What was to be loaded.
+        stored: The store's answer to the lookup.
+    """
+    if outcome.timed_out:
+        costs.observe_timeout(tiers.remote_tiers(variants, stored), outcome.seconds)
+    elif not outcome.reason:
+        sizes = tiers.loaded_bytes_by_tier(outcome.bytes_by_tier, variants, stored)
+        costs.observe_load(sizes, outcome.seconds)

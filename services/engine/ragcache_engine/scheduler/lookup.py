@@ -14,13 +14,14 @@ from ragcache_core.blend.variant_selection import (
     ALPHA,
     Blend,
     VariantCandidate,
+    handed_off_blend,
     most_promising,
     select_variants,
 )
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import Miss, Tier
-from ragcache_core.plan.reuse_plan import Action, ReusePlan
+from ragcache_core.plan.reuse_plan import Action, Handoff, ReusePlan
 from ragcache_core.plan.segments import NamedSegment, longest_exact_chain, prefix_pieces
 from ragcache_core.store_api import LookupKey, StoredVariant
 from ragcache_kv.store_client.shard_router import ShardedLookup
@@ -42,7 +43,7 @@ class LookupResult:
 
     Args:
         segments: The segments of the lookup.
-        answer: The store's answer, one entry per segment.
+        answer: The store's answer: one entry per segment, then those of blended pieces.
         blend: How to build the prompt from variants that are not all exact. None: do not blend.
     """
 
@@ -70,7 +71,7 @@ class LookupResult:
     def may_complete_later(self) -> bool:
         """Tell whether the store may get the missing variants. A lost shard gets none."""
         lost = any(variants.miss is Miss.LOST for variants in self.answer.variants)
-        return not lost and self.num_exact < len(self.segments)
+        return not lost and self.blend is None and self.num_exact < len(self.segments)
 
 
 class LookupExecutor:
@@ -91,10 +92,18 @@ class LookupExecutor:
         self._pool.submit(client.connect, deadline_s)
 
     def start_planned(
-        self, plan: ReusePlan, segments: tuple[NamedSegment, ...], traceparent: str
+        self,
+        plan: ReusePlan,
+        segments: tuple[NamedSegment, ...],
+        traceparent: str,
+        blended_pieces: tuple[NamedSegment, ...] = (),
     ) -> Future[LookupResult]:
-        """Start a lookup of a plan's segments."""
-        return self._start(plan, lambda: segments, traceparent)
+        """Start a lookup of a plan's segments.
+
+        Args:
+            blended_pieces: Pieces of a blend of another engine, for a request that decodes it.
+        """
+        return self._start(plan, lambda: segments, traceparent, blended_pieces)
 
     def start_plain(
         self, plan: ReusePlan, token_ids: Sequence[int], traceparent: str
@@ -125,6 +134,7 @@ class LookupExecutor:
         plan: ReusePlan,
         make_segments: Callable[[], tuple[NamedSegment, ...]],
         traceparent: str,
+        blended_pieces: tuple[NamedSegment, ...] = (),
     ) -> Future[LookupResult]:
         def run() -> LookupResult:
             parent = metadata(traceparent)
@@ -132,7 +142,7 @@ class LookupExecutor:
                 self._tracer.start_child_of("lookup", parent, SpanKind.INTERNAL) as span,
                 span.current(),
             ):
-                result = self._query_store(make_segments(), plan)
+                result = self._query_store(make_segments(), plan, blended_pieces)
                 num_stored = sum(1 for variants in result.answer.variants if variants.stored)
                 span.set(
                     segments=len(result.segments),
@@ -148,10 +158,17 @@ class LookupExecutor:
             failed.set_exception(error)
             return failed
 
-    def _query_store(self, segments: tuple[NamedSegment, ...], plan: ReusePlan) -> LookupResult:
+    def _query_store(
+        self,
+        segments: tuple[NamedSegment, ...],
+        plan: ReusePlan,
+        blended_pieces: tuple[NamedSegment, ...],
+    ) -> LookupResult:
         # Ends before the request stops waiting, so that one silent shard loses no other's answer.
         timeout_s = self._timeout_s
-        if not (plan.blends and self.blending_enabled):
+        if plan.handoff is Handoff.DECODE and blended_pieces and self.blending_enabled:
+            return self._query_handoff(segments, plan.domain, blended_pieces)
+        if plan.handoff is Handoff.DECODE or not (plan.blends and self.blending_enabled):
             wants = [LookupKey.for_variant(named.variant) for named in segments]
             answer = self._client.lookup(wants, timeout_s=timeout_s, exact=True, domain=plan.domain)
             return LookupResult(segments, answer)
@@ -171,6 +188,21 @@ class LookupExecutor:
         alpha = ALPHA if plan.alpha is None else plan.alpha
         chosen = select_variants(segments, num_exact, candidates, plan.recompute_share, alpha)
         return LookupResult(segments, answer, chosen if chosen.approximate else None)
+
+    def _query_handoff(
+        self,
+        segments: tuple[NamedSegment, ...],
+        domain: str,
+        pieces: tuple[NamedSegment, ...],
+    ) -> LookupResult:
+        """Look for what another engine hands off: an exact prompt, or one that it has blended."""
+        wants = [LookupKey.for_variant(named.variant) for named in (*segments, *pieces)]
+        answer = self._client.lookup(wants, timeout_s=self._timeout_s, domain=domain)
+        exact = LookupResult(segments, answer)
+        is_blended = all(one.stored for one in answer.variants[len(segments) :])
+        if exact.num_exact == len(segments) or not is_blended:
+            return exact
+        return LookupResult(segments, answer, handed_off_blend(pieces))
 
 
 def find_candidates(

@@ -41,14 +41,17 @@ class LookupCompletion:
             self._wait_left_s -= time.monotonic() - started
         if completed:
             _record_first_miss(request)
+            if request.handoff is not None:
+                request.end_handoff()
         return completed
 
     def _repeat_when_due(self, request: RequestState) -> None:
         """Ask the store again for what another engine computes."""
         now = time.monotonic()
         if request.next_lookup is not None and now >= request.next_lookup:
-            plan, segments = request.plan, request.segments
-            request.lookup = self._lookups.start_planned(plan, segments, request.traceparent)
+            request.lookup = self._lookups.start_planned(
+                request.plan, request.segments, request.traceparent, request.blended_pieces
+            )
             request.lookup_started, request.next_lookup = now, None
 
     def _take_answer(self, request: RequestState) -> bool:
@@ -83,7 +86,7 @@ class LookupCompletion:
         }
         request.misses = {
             named.variant: variants.miss
-            for named, variants in zip(request.segments, answer.variants, strict=True)
+            for named, variants in zip(request.segments, answer.variants, strict=False)
             if variants.miss is not None
         }
         return True

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import takewhile
 
 from ragcache_core.blend.variant_selection import Blend
 from ragcache_core.cluster.handoff_polling import HandoffPolling
 from ragcache_core.cost.load_or_compute import PredictedTime
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss
-from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.plan.reuse_plan import Handoff, ReusePlan
 from ragcache_core.plan.segments import NamedSegment, longest_exact_chain
 from ragcache_core.store_api import AsOf, StoredVariant
 from ragcache_engine.protocol.messages import SaveJob, VariantSpan
@@ -63,6 +64,9 @@ class LoadDecision:
     compute_is_faster: bool = False
     # Expected time until the prompt is computed. None: not known.
     predicted: PredictedTime | None = None
+    # What the request does not load because computing is faster, and would if its tiers were fast
+    # enough. Such a load is measured when the engine is idle (``LoadProber``).
+    declined: tuple[VariantSpan, ...] = ()
 
 
 @dataclass(slots=True)
@@ -79,6 +83,10 @@ class RequestState:
     # How many of the leading segments the request may save. None: all of them.
     num_savable: int | None = None
 
+    # Pieces under which one engine hands off what it has blended, and another one loads it.
+    blended_pieces: tuple[NamedSegment, ...] = ()
+    # Of them, how many the engine has saved.
+    num_pieces_saved: int = 0
     # Set where another engine computes the prompt, with the time of the next lookup.
     handoff: HandoffPolling | None = None
     next_lookup: float | None = None
@@ -149,6 +157,13 @@ class RequestState:
                     pass
         self.phase, self.phase_started = phase, now
 
+    def end_handoff(self) -> None:
+        """Record that the other engine has computed the prompt, or is late: no time in a queue."""
+        now = time.monotonic()
+        if not self.recorded:
+            self.record.prefill_s += now - self.phase_started
+        self.phase_started = now
+
     def adopt(self, decision: LoadDecision) -> None:
         """Store how much of the prompt to load."""
         self.decision = decision
@@ -216,6 +231,18 @@ class RequestState:
                 indexes.append(index)
         return indexes
 
+    def take_blended_pieces(self, computed: int) -> tuple[NamedSegment, ...]:
+        """Return the pieces to save that end within the first ``computed`` tokens, once each.
+
+        Without an approximate load the prompt is exact, and saved under the names of its segments.
+        """
+        if self.plan.handoff is not Handoff.PREFILL or self.approximate_after is None:
+            return ()
+        left = self.blended_pieces[self.num_pieces_saved :]
+        taken = tuple(takewhile(lambda one: one.segment.end <= computed, left))
+        self.num_pieces_saved += len(taken)
+        return taken
+
     def needs_compute_cost(self, computed: int) -> bool:
         """Tell whether a variant that is saved has tokens after the first ``computed`` ones."""
         return any(
@@ -266,3 +293,21 @@ class RequestState:
             return self.blend is not None and named.segment.start in self.blend.not_stored
         entry = (self.stored or {}).get(named.variant)
         return entry is None or not entry.info.serves_exact or entry.wants_higher_precision
+
+
+def exact_spans(request: RequestState, first: int, end: int) -> tuple[VariantSpan, ...]:
+    """Return the exact variants of prompt tokens [first, end)."""
+    return tuple(
+        VariantSpan(named.variant, named.segment.start, named.segment.end)
+        for named in request.segments
+        if named.segment.end > first and named.segment.start < end
+    )
+
+
+def blend_spans(blend: Blend, first: int, end: int) -> tuple[VariantSpan, ...]:
+    """Return the variants that a blend uses for prompt tokens [first, end)."""
+    return tuple(
+        VariantSpan(source.variant, source.start, source.end, source.base_position, source.mismatch)
+        for source in blend.sources
+        if source.variant is not None and source.end > first and source.start < end
+    )

@@ -11,17 +11,17 @@ from typing import Final
 
 from ragcache_core.cluster.handoff_polling import HandoffPolling
 from ragcache_core.errors import RagCacheError
-from ragcache_core.plan.reuse_plan import NO_REUSE, Action, ReusePlan
+from ragcache_core.plan.reuse_plan import NO_REUSE, Action, Handoff, ReusePlan
 from ragcache_core.plan.segments import (
     PIECE_TOKENS,
     NamedSegment,
+    blended_pieces,
     checked_segments,
     handoff_segments,
     plain_domain,
 )
 from ragcache_core.plan.signature import SIGNATURE_FIELD, is_signed
 from ragcache_engine.protocol.context import EngineContext
-from ragcache_engine.protocol.messages import EngineRole
 from ragcache_engine.scheduler.lookup import LookupExecutor
 from ragcache_engine.scheduler.request import NewRequest, RequestState
 
@@ -45,7 +45,6 @@ class RequestIntake:
         self._settings = engine.settings
         self._space = engine.space
         self._lookups = lookups
-        self._role = engine.role
         self._refused = RefusedPlans()
         if self._settings.signing_key_file is None:
             log.warning(
@@ -103,9 +102,10 @@ class RequestIntake:
         self, new: NewRequest, plan: ReusePlan, segments: tuple[NamedSegment, ...]
     ) -> RequestState:
         """Accept a request with a plan, whose leading ``segments`` match the prompt."""
-        # Only prompts whose segments all match and are reusable are handed off.
-        matches = len(segments) == len(plan.segments)
-        if plan.handoff and matches and self._role is not EngineRole.BOTH:
+        rest = plan.segments[len(segments) :]
+        is_computed = bool(rest) and rest[0].action is Action.COMPUTE
+        hands_off = plan.handoff is not None and (is_computed or not rest)
+        if hands_off:
             request = self._accept_handoff(new, plan, segments)
         else:
             lookup = None
@@ -116,12 +116,11 @@ class RequestIntake:
             request = RequestState(plan, new.token_ids, segments, lookup, now, num_savable)
         request.traceparent = new.traceparent
         request.record.prompt_tokens = len(new.token_ids)
-        if not matches:
-            if plan.segments[len(segments)].action is Action.COMPUTE:
-                request.record.miss = "planned to be computed"
-            else:
-                request.record.miss = "plan does not match the prompt"
-                log.warning("scheduler: plan does not match the prompt request=%s", plan.request)
+        if rest and not is_computed:
+            request.record.miss = "plan does not match the prompt"
+            log.warning("scheduler: plan does not match the prompt request=%s", plan.request)
+        elif is_computed and not hands_off:
+            request.record.miss = "planned to be computed"
         return request
 
     def _accept_handoff(
@@ -130,10 +129,13 @@ class RequestIntake:
         """Accept a request that one engine computes and another one decodes."""
         now = time.monotonic()
         all_segments = handoff_segments(self._space, plan.domain, new.token_ids, segments)
-        lookup = self._lookups.start_planned(plan, all_segments, new.traceparent)
-        request = RequestState(plan, new.token_ids, all_segments, lookup, now)
-        if self._role is EngineRole.DECODE:
-            request.handoff = HandoffPolling(now, now + self._settings.handoff_wait_s)
+        pieces = blended_pieces(plan, len(new.token_ids))
+        lookup = self._lookups.start_planned(plan, all_segments, new.traceparent, pieces)
+        request = RequestState(
+            plan, new.token_ids, all_segments, lookup, now, blended_pieces=pieces
+        )
+        if plan.handoff is Handoff.DECODE:
+            request.handoff = HandoffPolling(now, now + plan.handoff_wait_s)
             # If this engine has to compute after all, other requests can use the plan's chunks.
             # The rest of the prompt is of use to no other request.
             request.num_savable = len(segments)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from ragcache_core.identity.keys import KVSpace
+from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import Origin, Provenance, VariantInfo
-from ragcache_core.plan.reuse_plan import Action
+from ragcache_core.plan.reuse_plan import Action, Handoff
 from ragcache_core.plan.segments import NamedSegment
 from ragcache_engine.protocol.messages import ObserveJob, SaveJob, VariantSpan
 from ragcache_engine.scheduler.block_reservation import BlockReservation
@@ -30,20 +30,38 @@ class SavePlanner:
     ) -> list[SaveJob]:
         """Return the saves of segments that end within the first ``computed`` tokens, once each.
 
-        The request remembers them in ``saved``.
+        The request remembers them in ``saved``. The pieces of a blend that it hands off come with
+        them.
         """
         indexes = request.segments_to_save(computed)
-        if not indexes:
+        pieces = request.take_blended_pieces(computed)
+        if not indexes and not pieces:
             return []
         blocks = tuple(blocks_of(request_id))
-        jobs = {index: self._save_job(request_id, request, index, blocks) for index in indexes}
+        jobs = {}
+        for index in indexes:
+            before = request.segments[:index]
+            parent = before[-1].variant if before else None
+            origin = _origin(request, request.segments[index], before, parent)
+            named = request.segments[index]
+            jobs[index] = self._save_job(request_id, request, named, origin, blocks)
         request.saved.update(jobs)
-        return list(jobs.values())
+        handed_off = []
+        for piece in pieces:
+            # A delete of any chunk whose KV is in the piece, or before it, deletes the piece.
+            before = tuple(s for s in request.segments if s.segment.start < piece.segment.end)
+            origin = _origin(request, piece, before, None)
+            handed_off.append(self._save_job(request_id, request, piece, origin, blocks))
+        return [*jobs.values(), *handed_off]
 
     def _save_job(
-        self, request_id: str, request: RequestState, index: int, blocks: tuple[int, ...]
+        self,
+        request_id: str,
+        request: RequestState,
+        named: NamedSegment,
+        origin: Origin,
+        blocks: tuple[int, ...],
     ) -> SaveJob:
-        before, named = request.segments[:index], request.segments[index]
         start, end = named.segment.start, named.segment.end
         info = VariantInfo(
             num_tokens=end - start,
@@ -53,15 +71,32 @@ class SavePlanner:
             # which shares no block of a blend. Unless something before it is blended.
             provenance=Provenance(exact=not request.is_approximate(named)),
         )
-        origin = Origin(
-            prefix_chunks=tuple(one.segment.chunk for one in before),
-            parent=before[-1].variant if before else None,
-            domain=request.plan.domain,
-            document=named.segment.document,
-            token_s=request.token_s,
-        )
         span = VariantSpan(named.variant, start, end)
-        return SaveJob(request_id, span, info, origin, request.as_of, blocks, request.traceparent)
+        return SaveJob(
+            request_id,
+            span,
+            info,
+            origin,
+            request.as_of,
+            blocks,
+            request.traceparent,
+            hands_off=request.plan.handoff is Handoff.PREFILL,
+        )
+
+
+def _origin(
+    request: RequestState,
+    named: NamedSegment,
+    before: Sequence[NamedSegment],
+    parent: VariantKey | None,
+) -> Origin:
+    return Origin(
+        prefix_chunks=tuple(one.segment.chunk for one in before),
+        parent=parent,
+        domain=request.plan.domain,
+        document=named.segment.document,
+        token_s=request.token_s,
+    )
 
 
 def observe_job(

@@ -25,6 +25,8 @@ from ragcache_engine.protocol.messages import (
 )
 from ragcache_engine.scheduler.block_reservation import BlockPool, BlockReservation
 from ragcache_engine.scheduler.load_planner import LoadPlanner
+from ragcache_engine.scheduler.load_prober import LoadProber
+from ragcache_engine.scheduler.load_publisher import ArrivedRequest, LoadPublisher
 from ragcache_engine.scheduler.load_tracker import LoadTracker
 from ragcache_engine.scheduler.lookup import LookupExecutor
 from ragcache_engine.scheduler.lookup_completion import LookupCompletion
@@ -41,6 +43,7 @@ from ragcache_kv.store_client.sharded import ShardedStore
 
 if TYPE_CHECKING:
     from ragcache_engine.announcements.node_announcer import NodeAnnouncer
+    from ragcache_engine.telemetry.engine_feed import EngineFeed
     from ragcache_engine.vllm_interface.block_events import PrefixCacheEvents
 
 log = logging.getLogger("vllm.ragcache")
@@ -71,6 +74,7 @@ class ConnectorScheduler:
         client: The store.
         costs: Predictions of loads and computations, which this class keeps up to date.
         announcer: Tells gateways what the engine's caches have. None: they are not told.
+        feed: Tells gateways what the engine has to do. None: they are not told.
     """
 
     def __init__(
@@ -80,18 +84,21 @@ class ConnectorScheduler:
         client: ShardedStore,
         costs: ReuseCosts,
         announcer: NodeAnnouncer | None = None,
+        feed: EngineFeed | None = None,
     ) -> None:
         self._settings = settings = engine.settings
         space, deadline_s = engine.space, settings.lookup_deadline_s
         self._records = records
         self._costs = costs
         self._announcer = announcer
+        self._publisher = LoadPublisher(costs, feed)
         self._tiers = TierMap(space)
         self._lookups = LookupExecutor(client, space, deadline_s, engine.tracer)
         self._intake = RequestIntake(engine, self._lookups)
         self._completion = LookupCompletion(settings, self._lookups)
         self._load_planner = LoadPlanner(settings, costs, self._tiers)
         self._load_tracker = LoadTracker(costs, self._tiers, self._load_planner)
+        self._prober = LoadProber(costs, self._tiers, self._load_planner)
         self._save_planner = SavePlanner(space)
         self._uses = UseReporter(client)
         self._reservation: BlockReservation | None = None
@@ -105,6 +112,7 @@ class ConnectorScheduler:
         # Jobs of the next step.
         self._loads: list[LoadJob] = []
         self._observes: list[ObserveJob] = []
+        self._probe: LoadJob | None = None
         # The request that vLLM allocates blocks for next.
         self._awaiting_blocks: str | None = None
 
@@ -119,6 +127,7 @@ class ConnectorScheduler:
             cache: The events of the pool's prefix cache. None: it is not followed.
         """
         self._reservation = BlockReservation(pool, block_size)
+        self._publisher.bind(self._reservation, cache)
         self._lookups.blending_enabled = True
         if self._announcer is not None and cache is not None:
             self._announcer.bind(cache)
@@ -129,12 +138,18 @@ class ConnectorScheduler:
 
     # The life of a request, in the order of vLLM's calls.
 
+    def on_arrival(self, arrival: ArrivedRequest) -> None:
+        """Count a request in the engine's queue, whether the connector serves it or not."""
+        self._publisher.on_arrival(arrival)
+
     def on_new_request(self, new: NewRequest) -> None:
         """Start to track a request, and start its lookup."""
         request = self._intake.accept(new)
         if request is not None:
             name = new.request_id
             self._requests[name] = self._arrived[name] = request
+            if request.handoff is not None:
+                self._publisher.on_handoff(name)
             if self._announcer is not None and request.segments:
                 domain, segments = request.plan.domain, request.segments
                 self._announcer.begin(name, domain, segments, new.block_hashes, new.cache_salt)
@@ -148,7 +163,10 @@ class ConnectorScheduler:
         tokens: int | None = 0
         if request is not None:
             try:
+                before = request.decision
                 tokens = self._loadable_tokens(request, num_local)
+                if request.decision is not before:
+                    self._publisher.on_decision(request_id, request)
             except Exception:
                 log.exception(
                     "scheduler: no load planned, prompt is computed request=%s", request_id
@@ -196,6 +214,8 @@ class ConnectorScheduler:
             self._announcer.on_tier_changes(report.tier_changes)
         for one in report.passes:
             self._costs.observe_compute(one.work, one.seconds, recomputed=one.recomputed)
+        for probe in report.probes:
+            self._prober.observe(probe)
         self.on_outcomes(report.outcomes)
 
     def on_outcomes(self, outcomes: Iterable[LoadOutcome]) -> None:
@@ -211,6 +231,7 @@ class ConnectorScheduler:
         progress: Iterable[tuple[str, int, int]],
         blocks_of: Callable[[str], Sequence[int]],
         finished_ids: Iterable[str] = (),
+        preempted_ids: Iterable[str] = (),
     ) -> StepJobs:
         """Return the worker's jobs for the step that begins.
 
@@ -219,12 +240,17 @@ class ConnectorScheduler:
                 that runs in the step.
             blocks_of: Returns the block table of such a request.
             finished_ids: Requests that have ended since the last step.
+            preempted_ids: Requests that were preempted since the last step.
         """
         work = _StepWork()
+        publisher = self._publisher
+        publisher.begin_step(preempted_ids)
         for request_id, computed, scheduled in progress:
             work.num_tokens += scheduled
             work.attended += computed * scheduled
             request = self._requests.get(request_id)
+            if publisher.is_pending(request_id):
+                publisher.on_progress(request_id, computed, scheduled, request)
             if request is None:
                 work.prompt_tokens += scheduled if scheduled > 1 else 0
                 continue
@@ -236,6 +262,7 @@ class ConnectorScheduler:
                     self._add_prefill(work, request_id, request, computed, blocks_of)
             except Exception:
                 log.exception("scheduler: computed tokens are not saved request=%s", request_id)
+        publisher.publish()
         self._prefetch_for_queued()
         self._completion.begin_step()
         return self._make_jobs(work, finished_ids)
@@ -266,12 +293,15 @@ class ConnectorScheduler:
     def _make_jobs(self, work: _StepWork, finished_ids: Iterable[str]) -> StepJobs:
         loads, self._loads = self._loads, []
         observes, self._observes = self._observes, []
+        probe, self._probe = self._probe, None
         in_pass = work.num_tokens + work.recompute_tokens
         return StepJobs(
             tuple(loads),
             tuple(work.saves),
             tuple(observes),
-            tuple(work.joint),
+            joint_recomputes=tuple(work.joint),
+            probe=probe,
+            is_idle=not self._requests and not work.num_tokens,
             num_arrivals=self._arrivals.count() if self._arrivals is not None else 0,
             release_kept_blocks=self._must_release_blocks(),
             finished_ids=tuple(finished_ids),
@@ -293,6 +323,7 @@ class ConnectorScheduler:
             Whether vLLM must keep the blocks until ``on_released``.
         """
         self._arrived.pop(request_id, None)
+        self._publisher.on_finished(request_id)
         if self._announcer is not None:
             self._announcer.end(request_id)
         request = self._requests.pop(request_id, None)
@@ -307,14 +338,18 @@ class ConnectorScheduler:
         request.enter(RequestPhase.DECODE)
         self._finish_record(request)
         try:
-            return not is_loading and self._observe(request_id, request, blocks)
+            if is_loading:
+                return False
+            observes = self._observe(request_id, request, blocks)
+            return self._offer_probe(request_id, request, blocks) or observes
         except Exception:
-            log.exception("scheduler: chunks are not observed request=%s", request_id)
+            log.exception("scheduler: request is not observed request=%s", request_id)
             return False
 
     def on_released(self, request_ids: Iterable[str]) -> None:
         """Record that the kept blocks of requests that have ended are free again."""
         for request_id in request_ids:
+            self._prober.forget(request_id)
             if self._reservation is not None:
                 self._reservation.release(request_id)
 
@@ -326,6 +361,7 @@ class ConnectorScheduler:
             prediction_ratios=ratios,
             refused_plans=self._intake.take_refused(),
             uses=Counter(self._uses.take_counts()),
+            queue=self._publisher.take_changes(),
         )
 
     def close(self) -> None:
@@ -372,6 +408,7 @@ class ConnectorScheduler:
         if not request.recorded:
             request.record.begin_load(first)
         request.enter(RequestPhase.LOADING)
+        self._publisher.on_load_started(request_id, request)
 
     def _on_outcome(self, outcome: LoadOutcome) -> None:
         if self._reservation is not None:
@@ -383,6 +420,7 @@ class ConnectorScheduler:
         request = self._requests.get(outcome.request_id)
         if request is not None:
             self._load_tracker.finish(request, outcome)
+            self._publisher.on_load_ended(outcome.request_id)
 
     def _on_progress(self, request: RequestState, computed: int) -> None:
         """Move a running request, whose first ``computed`` tokens have KV, to its phase."""
@@ -403,10 +441,13 @@ class ConnectorScheduler:
             request.record.segments = segment_outcomes(
                 request.reuse(self._settings.min_load_tokens)
             )
-            if not request.plan.trial:
+            # Where another engine computed the prompt, the times are not those of this one.
+            if not request.plan.trial and request.handoff is None:
                 for stage, ratio in request.record.prediction_ratios().items():
                     self._prediction_ratios.setdefault(stage, []).append(ratio)
                 self._count_savings(request.record)
+                if (predicted := request.record.predicted) is not None:
+                    self._costs.observe_request(predicted.passes_s, request.record.passes_s)
             self._records.put(request.plan.request, request.record)
             self._report_uses(request)
 
@@ -455,3 +496,10 @@ class ConnectorScheduler:
             return False
         self._observes.append(job)
         return True
+
+    def _offer_probe(self, request_id: str, request: RequestState, blocks: Sequence[int]) -> bool:
+        """Queue a load that a finished request declined. Return whether that keeps its blocks."""
+        if self._reservation is None or self._probe is not None:
+            return False
+        self._probe = self._prober.probe_job(request_id, request, blocks, self._reservation)
+        return self._probe is not None

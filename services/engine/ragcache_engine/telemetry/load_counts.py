@@ -18,6 +18,9 @@ the connector, in passes of its own or beside vLLM's own tokens. COMPUTED: compu
 prefill.
 """
 
+DECODING = "decoding"
+"""Key of ``LoadCounts.queue`` with the number of decoding requests."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierCounts:
@@ -50,6 +53,8 @@ class LoadCounts:
     # As in TierCounts.
     evicted: Counter[str] = field(default_factory=Counter)
     held_bytes: dict[str, int] = field(default_factory=dict)
+    # What the engine has to do, if that has changed: pending seconds by kind, and DECODING.
+    queue: dict[str, float] = field(default_factory=dict)
     # Uses that are reported to the store, by source, and those that were dropped (``UseReporter``).
     uses: Counter[str] = field(default_factory=Counter)
     # Seconds that loads saved, and that they took in excess, against the predicted computing.
@@ -102,6 +107,7 @@ class LoadCounts:
                 for stage in {**ratios, **others}
             },
             "held_bytes": self.held_bytes | other.held_bytes,
+            "queue": self.queue | other.queue,
         }
         added = [one.name for one in fields(self) if one.name not in sums]
         return LoadCounts(

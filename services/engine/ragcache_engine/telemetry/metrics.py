@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from ragcache_core.errors import InvalidInput
-from ragcache_engine.telemetry.load_counts import LoadCounts
+from ragcache_engine.telemetry.load_counts import DECODING, LoadCounts
 from ragcache_wire.http_server import MetricsThread
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.telemetry.catalogue import engine as rows
@@ -87,7 +87,9 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._bytes = counter(rows.LOADED_BYTES)
         self._evicted = counter(rows.TIER_EVICTIONS)
         self._uses = counter(rows.REPORTED_USES)
-        self._held_bytes = _made(metric_types[Gauge], labelnames, engines, rows.TIER_BYTES)
+        gauge = partial(_made, metric_types[Gauge], labelnames, engines)
+        self._held_bytes = gauge(rows.TIER_BYTES)
+        self._pending_s, self._decoding = gauge(rows.PENDING), gauge(rows.DECODING_REQUESTS)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the counts of one or more steps."""
@@ -115,6 +117,11 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._prediction.labels(*labels, stage).observe(ratio)
         for tier, held_bytes in counts.held_bytes.items():
             self._held_bytes.labels(*labels, tier).set(held_bytes)
+        for kind, number in counts.queue.items():
+            if kind == DECODING:
+                self._decoding.labels(*labels).set(number)
+            else:
+                self._pending_s.labels(*labels, kind).set(number)
 
 
 def _made(

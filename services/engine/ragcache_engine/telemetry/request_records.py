@@ -16,13 +16,13 @@ from typing import Any, Final, NoReturn
 
 import grpc
 
-from ragcache_core.cost.engine_costs import QueueTime
 from ragcache_core.cost.load_or_compute import PredictedTime, ReuseCosts
 from ragcache_core.errors import NotFound, RagCacheError, Unauthenticated, Unavailable
 from ragcache_engine.protocol.messages import LoadOutcome
 from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_wire.channel import SERVER_OPTIONS
 from ragcache_wire.clients.feed_client import ENGINE_FEED
+from ragcache_wire.feeds.engine_load import to_load_message
 from ragcache_wire.feeds.feed_access import FeedGuard
 from ragcache_wire.feeds.feed_cursor import HEARTBEAT_S, FeedCursor
 from ragcache_wire.status import to_status, trailing_metadata
@@ -36,7 +36,9 @@ CAPACITY = 4096
 
 RECORD_THREADS = 2
 MAX_WATCHERS = 32
-"""Most gateway processes that follow the engine's caches."""
+"""Most gateway processes that follow the engine's feed."""
+LOAD_INTERVAL_S: Final = 0.01
+"""Least time between two messages to one reader with what the engine has to do."""
 
 _SERVED_FIELDS: Final = (
     *("queue_s", "load_s", "prefill_s", "select_s", "recompute_s", "prompt_tokens", "local_tokens"),
@@ -110,6 +112,11 @@ class RequestRecord:
             self.prefill_s -= seconds
             self.joint_tokens = 0
 
+    @property
+    def passes_s(self) -> float:
+        """Seconds of the passes. Call it after ``end_prefill``."""
+        return self.recompute_s - self.select_s + self.prefill_s
+
     def prediction_ratios(self) -> Mapping[str, float]:
         """Return measured over predicted seconds, by stage. Empty without a prediction.
 
@@ -118,11 +125,10 @@ class RequestRecord:
         if (predicted := self.predicted) is None:
             return {}
         load_s = self.load_s - self.recompute_s
-        passes_s = self.recompute_s - self.select_s + self.prefill_s
         stages = {
             "load": (load_s, predicted.load_s),
             "select": (self.select_s, predicted.select_s),
-            "passes": (passes_s, predicted.passes_s),
+            "passes": (self.passes_s, predicted.passes_s),
             "total": (self.load_s + self.prefill_s, predicted.total_s),
         }
         return {name: took_s / asked_s for name, (took_s, asked_s) in stages.items() if asked_s > 0}
@@ -151,22 +157,15 @@ class RequestRecord:
 
 
 class RequestRecords:
-    """The latest CAPACITY records, by the gateway's request id. Thread-safe.
+    """The latest CAPACITY records, by the gateway's request id. Thread-safe."""
 
-    Args:
-        clock: Returns seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
-        self._queue = QueueTime()
         self._lock = threading.Lock()
 
     def put(self, request: str, record: RequestRecord) -> None:
         """Keep a record at the first token, and drop the oldest ones beyond CAPACITY."""
         with self._lock:
-            self._queue.observe(record.queue_s, self._clock())
             self._records[request] = record
             self._records.move_to_end(request)
             while len(self._records) > CAPACITY:
@@ -176,11 +175,6 @@ class RequestRecords:
         """Return the record of a request, or None."""
         with self._lock:
             return self._records.get(request)
-
-    def queue_s(self) -> float:
-        """Return how long the latest requests waited to be scheduled, in seconds."""
-        with self._lock:
-            return self._queue.seconds(self._clock())
 
 
 class _EngineServicer(engine_pb2_grpc.EngineServicer):
@@ -220,7 +214,7 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
         costs = self._costs
         reply = pb.Costs(
             correction=costs.correction,
-            queue_s=self._records.queue_s(),
+            request_s=costs.request_s,
             loads=[
                 pb.LoadCost(tier=tier, latency_s=latency_s, bytes_per_s=bytes_per_s)
                 for tier, (latency_s, bytes_per_s) in costs.tier_bandwidths().items()
@@ -244,14 +238,30 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
             _abort(context, Unavailable("engine", f"it has {MAX_WATCHERS} watchers, the most"))
         try:
             context.add_callback(self._feed.wake)
-            cursor = FeedCursor(self._feed, request.boot, request.after)
-            while context.is_active():
-                if (message := cursor.next()) is not None:
-                    yield message
-                elif not self._feed.wait(cursor.sequence, HEARTBEAT_S):
-                    yield cursor.heartbeat()
+            yield from self._messages(request, context.is_active)
         finally:
             self._free_watches.release()
+
+    def _messages(
+        self, request: feed_pb.WatchRequest, is_active: Callable[[], bool]
+    ) -> Iterator[feed_pb.NodeChanges]:
+        """Yield changes of nodes at once, and changes of the load at most every LOAD_INTERVAL_S."""
+        cursor = FeedCursor(self._feed, request.boot, request.after)
+        load_number, next_load_s = 0, 0.0
+        while is_active():
+            message, load = cursor.next(), None
+            if time.monotonic() >= next_load_s:
+                load = self._feed.load_after(load_number, request.reader)
+            if load is not None:
+                message = message or cursor.heartbeat()
+                load_number, next_load_s = load[0], time.monotonic() + LOAD_INTERVAL_S
+                message.load.CopyFrom(to_load_message(load[1], load[2]))
+            if message is not None:
+                yield message
+            elif self._feed.wait(cursor.sequence, load_number, HEARTBEAT_S):
+                time.sleep(max(0.0, next_load_s - time.monotonic()))
+            else:
+                yield cursor.heartbeat()
 
 
 def _abort(context: Any, error: RagCacheError) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,14 +84,16 @@ class PromptReuse:
 
 def segment_outcomes(reuse: PromptReuse) -> tuple[pb.SegmentRecord, ...]:
     """Return the outcome of each segment, in the order of the prompt."""
-    loaded_starts = {span.start for span in reuse.spans}
+    starts = [span.start for span in reuse.spans]
     outcomes = []
     reachable = True
     for index, named in enumerate(reuse.segments):
         start, end = named.segment.start, named.segment.end
         cached = max(0, min(end, reuse.local_tokens) - start)
         is_missing = index in reuse.missing
-        is_loaded = start in loaded_starts and not is_missing
+        # What another engine handed off may have other borders than the segments.
+        span = reuse.spans[i - 1] if (i := bisect_right(starts, start)) else None
+        is_loaded = span is not None and start < span.end and not is_missing
         loaded = _overlap(range(start, end), reuse.loaded) if is_loaded else 0
         recomputed = sum(_overlap(range(start, end), one) for one in reuse.recomputed)
         if is_missing:
@@ -99,7 +102,7 @@ def segment_outcomes(reuse: PromptReuse) -> tuple[pb.SegmentRecord, ...]:
         if cached + loaded < end - start:
             reason = _reason(reuse, named, is_missing=is_missing, reachable=reachable)
         reachable = reachable and named.variant not in reuse.misses
-        source = reuse.sources.get(start) if loaded else None
+        source = reuse.sources.get(span.start) if loaded and span is not None else None
         outcomes.append(
             pb.SegmentRecord(
                 start=start,

@@ -10,7 +10,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace
 from ragcache_engine.kv_cache.paged_cache import PagedCache
-from ragcache_engine.protocol.messages import EngineRole
 from ragcache_wire.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -50,13 +49,10 @@ def check_config(vllm_config: VllmConfig, settings: EngineSettings) -> None:
             "leave out one of the two",
         )
     transfer = vllm_config.kv_transfer_config
-    if transfer.kv_role == EngineRole.PREFILL and vllm_config.max_concurrent_batches > 1:
-        # vLLM assumes that a producer loads nothing, and gives a load blocks that the previous pass
-        # may still write to.
+    if transfer.kv_role != "kv_both":
+        # vLLM assumes that a producer loads nothing, and that a consumer saves nothing.
         raise InvalidInput(
-            "engines[].args",
-            f"turn on asynchronous scheduling with kv_role {transfer.kv_role}",
-            "add --no-async-scheduling",
+            "kv_role", f"is {transfer.kv_role!r}", "set it to kv_both: plans name an engine's part"
         )
     if transfer.kv_load_failure_policy != "recompute":
         raise InvalidInput(

@@ -17,7 +17,7 @@ from ragcache_core.identity.variant import Provenance, VariantInfo
 from ragcache_core.store_api import NewVariant, PutOutcome
 from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape
 from ragcache_engine.protocol.context import EngineContext
-from ragcache_engine.protocol.messages import EngineRole, SaveJob
+from ragcache_engine.protocol.messages import SaveJob
 from ragcache_engine.threads import unpinned_pool
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.layout import FORMAT, value_parts
@@ -56,10 +56,9 @@ class Saver:
         self._deadline_s = engine.settings.save_deadline_s
         self._queue_bytes = engine.settings.save_queue_bytes
         self._tracer = engine.tracer
-        # An engine that computes prompts for other engines sends values while it computes them.
-        hands_off = engine.role is EngineRole.PREFILL
-        self._head_start_s = 0.0 if hands_off else _HEAD_START_S
-        self._pool = unpinned_pool(_STREAMS if hands_off else 1, "ragcache-save")
+        self._pool = unpinned_pool(1, "ragcache-save")
+        # Values that another engine waits for are sent while they are computed.
+        self._handoff_pool = unpinned_pool(_STREAMS, "ragcache-handoff")
         self._pending: dict[VariantKey, int] = {}
         self._lock = threading.Lock()
 
@@ -118,7 +117,8 @@ class Saver:
 
     def close(self) -> None:
         """Drop the values that have not been sent."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._handoff_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _new_variant(self, job: SaveJob) -> NewVariant:
         return NewVariant(
@@ -133,11 +133,14 @@ class Saver:
     def _submit(
         self, job: SaveJob, variant: NewVariant, make_value: Callable[[], OutgoingValue]
     ) -> None:
-        not_before = time.monotonic() + self._head_start_s
+        pool, head_start_s = self._pool, _HEAD_START_S
+        if job.hands_off:
+            pool, head_start_s = self._handoff_pool, 0.0
+        not_before = time.monotonic() + head_start_s
         with self._lock:
             self._pending[variant.key] = variant.info.num_bytes
         try:
-            self._pool.submit(self._save, job, variant, make_value, not_before)
+            pool.submit(self._save, job, variant, make_value, not_before)
         except RuntimeError:  # no thread can be started, or the engine is ending
             with self._lock:
                 del self._pending[variant.key]

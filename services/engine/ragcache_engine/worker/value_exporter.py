@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -25,7 +25,7 @@ class ValueExporter:
         cache: The paged cache.
         saver: Sends values to the store.
         tiers: The worker's tiers, which are offered each value.
-        staging: Copies layers while a pass computes; None: values are copied after the pass.
+        staging: Copies layers of the values that another engine waits for, while a pass computes.
         timer: Measures compute costs.
     """
 
@@ -34,7 +34,7 @@ class ValueExporter:
         cache: PagedCache,
         saver: Saver,
         tiers: LocalTiers,
-        staging: LayerStaging | None,
+        staging: LayerStaging,
         timer: PassTimer,
     ) -> None:
         self._cache = cache
@@ -45,33 +45,37 @@ class ValueExporter:
         self._computed: list[SaveJob] = []
 
     def begin_pass(self, jobs: Iterable[SaveJob]) -> None:
-        """Begin to send the values that this pass will compute, if layers are staged."""
-        if self._staging is None:
-            return
+        """Begin to send the values that this pass will compute and another engine waits for."""
         self._staging.end_pass()  # of a pass that was interrupted
         for job in jobs:
             try:
-                if self._saver.has_room(job.span.variant, job.info.num_bytes):
+                # What is not exact may still be corrected at the end of the pass.
+                streams = job.hands_off and job.info.provenance.exact
+                if streams and self._saver.has_room(job.span.variant, job.info.num_bytes):
                     self._saver.stream(job, self._staging.begin(job))
             except Exception:
                 log.exception("worker: cannot send a variant while it is computed")
 
     def layer_done(self, layer: int) -> None:
         """Stage a layer that the running pass has computed."""
-        if self._staging is not None:
-            self._staging.copy_layer(layer)
+        self._staging.copy_layer(layer)
 
     def end_pass(self, computed: Iterable[SaveJob]) -> None:
-        """Note the values that a pass computed. Without staging, ``export`` copies them later."""
-        self._computed += computed
-        if self._staging is not None:
-            # Another engine waits for these values, so they go before the first token.
-            self.export()
-            self._staging.end_pass()
+        """Note the values that a pass computed. ``export`` copies them later.
+
+        Values that another engine waits for are exported now, before the first token.
+        """
+        jobs = list(computed)
+        self._computed += [job for job in jobs if not job.hands_off]
+        self._export_all([job for job in jobs if job.hands_off])
+        self._staging.end_pass()
 
     def export(self) -> None:
         """Copy the computed values out of the cache, queue them for the store, and offer them."""
         jobs, self._computed = self._computed, []
+        self._export_all(jobs)
+
+    def _export_all(self, jobs: Sequence[SaveJob]) -> None:
         for job in jobs:
             try:
                 self._export(job)
@@ -82,12 +86,11 @@ class ValueExporter:
 
     def close(self) -> None:
         """Abort the values in progress."""
-        if self._staging is not None:
-            self._staging.close()
+        self._staging.close()
         self._saver.close()
 
     def _export(self, job: SaveJob) -> None:
-        staged = self._staging.take(job) if self._staging is not None else None
+        staged = self._staging.take(job)
         if staged is not None:  # the saver already sends it
             num_bytes, native = staged.value.nbytes, staged.wait_for_value
             staged.complete(self._timer.cost_s(job))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -17,11 +18,11 @@ from ragcache_engine.blend.recomputation_queue import RECOMPUTE_FAILED, Recomput
 from ragcache_engine.handoff.layer_staging import LayerStaging
 from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
 from ragcache_engine.kv_cache.block_writer import BlockWriter
+from ragcache_engine.kv_cache.incoming_value import IncomingValue
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
     BLEND_UNSUPPORTED,
-    EngineRole,
     LoadJob,
     LoadOutcome,
     StepJobs,
@@ -32,6 +33,7 @@ from ragcache_engine.tiers.local_tiers import make_local_tiers
 from ragcache_engine.use_reporter import LOCAL_TIER, UseReporter
 from ragcache_engine.vllm_interface.arrivals import arrival_counter
 from ragcache_engine.worker.fetcher import Fetcher
+from ragcache_engine.worker.load_probe import LoadProbe
 from ragcache_engine.worker.load_results import LoadResults
 from ragcache_engine.worker.loader import ValueLoader
 from ragcache_engine.worker.pass_timer import PassTimer
@@ -89,13 +91,14 @@ class ConnectorWorker:
             _warm_up_steps(client, settings.load_deadline_s, blend, cache.device),
             engine.tracer,
         )
+        self._probe = LoadProbe(self._loader)
         self._writer = BlockWriter(cache, rotation)
         self._layerwise = LayerwiseLoader(cache, self._writer) if settings.layerwise else None
         self._timer = PassTimer(cache)
         saver = Saver(client, engine)
-        staging = LayerStaging(cache) if engine.role is EngineRole.PREFILL else None
-        self._exporter = ValueExporter(cache, saver, self._tiers, staging, self._timer)
+        self._exporter = ValueExporter(cache, saver, self._tiers, LayerStaging(cache), self._timer)
         self._joint_pass = joint_pass
+        self._arrivals = arrival_counter()
         self._recomputation: RecomputationQueue | None = None
         self._chunk_observer: ChunkObserver | None = None
         if blend is not None:
@@ -107,17 +110,19 @@ class ConnectorWorker:
                 engine.tracer,
                 joins_passes=joint_pass is not None,
             )
-            counter = arrival_counter()
             self._chunk_observer = ChunkObserver(
                 blend,
                 saver.save_observation,
                 settings.observe_deadline_s,
                 tracer=engine.tracer,
-                count_arrivals=None if counter is None else counter.count,
+                count_arrivals=None if self._arrivals is None else self._arrivals.count,
             )
         self._num_arrivals = 0
+        self._no_requests = False
         self._jobs: dict[str, LoadJob] = {}
         self._results = LoadResults(cache.shape.block_size)
+        # How many jobs need the kept blocks of a finished request.
+        self._holds: Counter[str] = Counter()
         self._released: set[str] = set()
 
     def wait_until_warm(self) -> None:
@@ -127,7 +132,7 @@ class ConnectorWorker:
     def begin_step(self, jobs: StepJobs) -> None:
         """Prepare the step's forward pass, which comes next."""
         self._exporter.export()
-        self._num_arrivals = jobs.num_arrivals
+        self._num_arrivals, self._no_requests = jobs.num_arrivals, jobs.is_idle
         writes_layers = False
         if self._layerwise is not None:
             for load in self._layerwise.write_deferred(jobs.finished_ids):
@@ -161,13 +166,19 @@ class ConnectorWorker:
             else:
                 starting.append(job)
         self._loader.start(starting)
+        if jobs.probe is not None:
+            self._holds[jobs.probe.request_id] += 1
+            self._probe.offer(jobs.probe)
         for observe in jobs.observes:
+            self._holds[observe.request_id] += 1
             if self._chunk_observer is None:
-                self._released.add(observe.request_id)
+                self._release((observe.request_id,))
             else:
                 self._chunk_observer.start(observe)
-        if jobs.release_kept_blocks and self._chunk_observer is not None:
-            self._chunk_observer.abort()
+        if jobs.release_kept_blocks:
+            self._probe.abort()
+            if self._chunk_observer is not None:
+                self._chunk_observer.abort()
 
     def end_pass(self, jobs: StepJobs, *, failed: bool = False) -> None:
         """Note what the step's forward pass computed; ``begin_step`` exports it.
@@ -208,19 +219,18 @@ class ConnectorWorker:
             self._timer.remove(request_id)
         idle = not busy and self._loader.idle
         idle = idle and (self._recomputation is None or self._recomputation.idle)
-        write = self._writer.write if self._layerwise is None else self._layerwise.write
-        for outcome in self._loader.advance(write):
-            self._on_loaded(self._jobs[outcome.request_id], outcome)
+        for outcome in self._loader.advance(self._write):
+            if not self._probe.finish(outcome):
+                self._on_loaded(self._jobs[outcome.request_id], outcome)
         self._release_read_values()
         if self._recomputation is not None:
             for job, outcome in self._recomputation.advance(busy=busy):
                 self._end(job, outcome)
         if self._chunk_observer is not None:
-            self._released |= self._chunk_observer.advance(
-                idle=idle, num_arrivals=self._num_arrivals
-            )
+            self._release(self._chunk_observer.advance(idle=idle, num_arrivals=self._num_arrivals))
+        self._probe.advance(idle=idle, wanted=busy or not self._no_requests or self._has_arrival())
         if not busy:
-            time.sleep(_IDLE_SLEEP_S if idle else _WORKING_SLEEP_S)
+            time.sleep(_IDLE_SLEEP_S if idle and self._loader.idle else _WORKING_SLEEP_S)
 
     def take_received(self) -> set[str]:
         """Return the requests whose loads ended, well or not, since the last call."""
@@ -228,6 +238,7 @@ class ConnectorWorker:
 
     def take_released(self) -> set[str]:
         """Return the finished requests whose blocks the worker no longer needs."""
+        self._release(self._probe.take_released())
         released, self._released = self._released, set()
         return released
 
@@ -239,8 +250,11 @@ class ConnectorWorker:
         """Return what ended since the last call, for the scheduler; None: nothing did."""
         # The outcomes come last: if a device event fails, they stay for the next report.
         passes, changes = self._timer.take_passes(), self._tiers.take_changes()
-        report = StepReport(self._results.take_outcomes(), passes, changes)
-        return report if report.outcomes or report.passes or report.tier_changes else None
+        report = StepReport(
+            self._results.take_outcomes(), passes, changes, self._probe.take_outcomes()
+        )
+        has_any = report.outcomes or report.passes or report.tier_changes or report.probes
+        return report if has_any else None
 
     def take_counts(self) -> LoadCounts:
         """Return the counts since the last call, for metrics."""
@@ -256,6 +270,25 @@ class ConnectorWorker:
         self._tiers.close()
         self._uses.close()
         self._client.close()
+
+    def _release(self, request_ids: Iterable[str]) -> None:
+        """Note that a job no longer needs the kept blocks of each of these requests."""
+        for request_id in request_ids:
+            self._holds[request_id] -= 1
+            if not self._holds[request_id]:
+                del self._holds[request_id]
+                self._released.add(request_id)
+
+    def _write(self, job: LoadJob, value: IncomingValue, start: int, end: int) -> None:
+        """Write a value to its blocks, or keep it for the pass that writes layer by layer."""
+        if self._layerwise is None or self._probe.is_probe(job.request_id):
+            self._writer.write(job, value, start, end)
+        else:
+            self._layerwise.write(job, value, start, end)
+
+    def _has_arrival(self) -> bool:
+        """Tell whether a request has arrived since the step began."""
+        return self._arrivals is not None and self._arrivals.count() != self._num_arrivals
 
     def _on_loaded(self, job: LoadJob, outcome: LoadOutcome) -> None:
         """End a load whose values have been written, or queue it for recomputation."""

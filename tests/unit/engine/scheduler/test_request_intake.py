@@ -11,11 +11,10 @@ import pytest
 
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.variant import Miss
-from ragcache_core.plan.prompt import Prompt, assemble, plan_compute, plan_exact
-from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
+from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
+from ragcache_core.plan.reuse_plan import NO_REUSE, Action, Handoff, ReusePlan
 from ragcache_core.plan.segments import PIECE_TOKENS, checked_segments
 from ragcache_core.plan.signature import sign
-from ragcache_engine.protocol.messages import EngineRole
 from ragcache_engine.scheduler.request import NewRequest
 from ragcache_engine.scheduler.request_intake import RefusalReason
 from ragcache_wire.watched.signing_keys import SigningKeys
@@ -103,14 +102,15 @@ def test_a_store_outage_leaves_a_request_without_a_plan_to_vllm(engine: Schedule
 
 
 def test_a_handoff_covers_all_tokens_but_the_last() -> None:
-    prefiller = SchedulerHarness(role=EngineRole.PREFILL)
-    prefiller.arrive("r", handoff=True)
+    prefiller = SchedulerHarness()
+    prefiller.arrive("r", handoff=Handoff.PREFILL)
     assert prefiller.loaded("r") == 0
     saves = prefiller.saves("r", pieces=3)
     assert [job.span.end for job in saves] == [*(PROMPT.head, *PROMPT.chunk_ends), LENGTH - 1]
+    assert all(job.hands_off for job in saves)
     prefiller.scheduler.on_finished("r", BLOCKS)
-    decoder = SchedulerHarness(role=EngineRole.DECODE, store=prefiller.store)
-    decoder.arrive("r", handoff=True)
+    decoder = SchedulerHarness(store=prefiller.store)
+    decoder.arrive("r", handoff=Handoff.DECODE)
     assert decoder.loaded("r") == LENGTH - 1
     assert decoder.prefill("r", computed=LENGTH - 1) == []
     decoder.scheduler.on_finished("r", BLOCKS)
@@ -118,83 +118,85 @@ def test_a_handoff_covers_all_tokens_but_the_last() -> None:
 
 
 def test_a_handoff_is_saved_even_if_the_lookup_failed() -> None:
-    prefiller = SchedulerHarness(role=EngineRole.PREFILL)
+    prefiller = SchedulerHarness()
     prefiller.store.outage = Unavailable("cachestore", "busy")
-    prefiller.arrive("r", handoff=True)
+    prefiller.arrive("r", handoff=Handoff.PREFILL)
     assert prefiller.loaded("r") == 0
     ends = [job.span.end for job in prefiller.saves("r", pieces=3)]
     assert ends == [*(PROMPT.head, *PROMPT.chunk_ends), LENGTH - 1]
 
 
 def test_a_decoding_engine_waits_while_another_one_computes() -> None:
-    decoder = SchedulerHarness(role=EngineRole.DECODE)
-    decoder.arrive("r", handoff=True)
+    decoder = SchedulerHarness()
+    decoder.arrive("r", handoff=Handoff.DECODE)
 
     def has_asked_again() -> bool:
         assert decoder.scheduler.loadable_tokens("r", 0) is None
         return decoder.store.num_lookups == 3
 
     wait_until(has_asked_again)
-    prefiller = SchedulerHarness(role=EngineRole.PREFILL, store=decoder.store)
-    prefiller.arrive("r", handoff=True)
+    prefiller = SchedulerHarness(store=decoder.store)
+    prefiller.arrive("r", handoff=Handoff.PREFILL)
     assert prefiller.loaded("r") == 0
     prefiller.prefill("r")
     assert decoder.loaded("r") == LENGTH - 1
 
 
 def test_after_the_handoff_wait_the_engine_computes_and_saves_the_chunks() -> None:
-    decoder = SchedulerHarness(role=EngineRole.DECODE, handoff_wait_s=0.03)
-    decoder.arrive("r", handoff=True)
+    decoder = SchedulerHarness(handoff_wait_s=0.03)
+    decoder.arrive("r", handoff=Handoff.DECODE)
     assert decoder.loaded("r") == 0
     ends = [job.span.end for job in decoder.saves("r", pieces=2)]
     assert ends == [PROMPT.head, *PROMPT.chunk_ends]
     decoder.scheduler.on_finished("r", BLOCKS)
-    assert decoder.record("r").miss == "handoff timed out"
+    record = decoder.record("r")
+    assert record.miss == "handoff timed out"
+    assert record.prefill_s >= 0.03, "the wait is that for the other engine's prefill"
 
 
 def test_a_decoding_engine_does_not_wait_for_a_store_that_is_away_or_lost() -> None:
-    decoder = SchedulerHarness(role=EngineRole.DECODE)
+    decoder = SchedulerHarness()
     decoder.store.outage = Unavailable("cachestore", "gone")
-    decoder.arrive("away", handoff=True)
+    decoder.arrive("away", handoff=Handoff.DECODE)
     assert decoder.loaded("away") == 0
     decoder.store.outage = None
     first = checked_segments(plan_exact(PROMPT, SPACE, "public", "r"), PROMPT.token_ids, SPACE)[0]
     decoder.store.misses = {first.variant: Miss.LOST}
-    decoder.arrive("lost", handoff=True)
+    decoder.arrive("lost", handoff=Handoff.DECODE)
     assert decoder.loaded("lost") == 0
 
 
 def test_a_decoding_engine_does_not_wait_for_a_few_tokens() -> None:
-    decoder = SchedulerHarness(role=EngineRole.DECODE)
-    decoder.arrive("r", handoff=True)
+    decoder = SchedulerHarness()
+    decoder.arrive("r", handoff=Handoff.DECODE)
     assert decoder.scheduler.loadable_tokens("r", LENGTH - 10) == 0
 
 
-@pytest.mark.parametrize("role", [EngineRole.PREFILL, EngineRole.DECODE])
-def test_engines_of_every_role_serve_requests_without_a_handoff(role: EngineRole) -> None:
-    engine = SchedulerHarness(role=role)
-    engine.arrive("r")
+def test_what_a_plan_has_computed_is_handed_off_too() -> None:
+    """Such as a head with a date, and what comes after it."""
+    exact = plan_exact(PROMPT, SPACE, "public", "r")
+    first, *rest = exact.segments
+    segments = (first, *(replace(one, action=Action.COMPUTE) for one in rest))
+    engine = SchedulerHarness()
+    for part in Handoff:
+        plan = replace(exact, segments=segments, handoff=part)
+        new = NewRequest(part, PROMPT.token_ids, {"ragcache": plan.encode()})
+        engine.scheduler.on_new_request(new)
+        loads = part is Handoff.DECODE
+        assert engine.loaded(part) == (LENGTH - 1 if loads else 0)
+        engine.prefill(part, computed=LENGTH - 1 if loads else 0)
+        engine.scheduler.on_finished(part, BLOCKS)
+    assert engine.record("r").miss == ""
+
+
+@pytest.mark.parametrize("part", Handoff)
+def test_a_plan_for_other_tokens_is_not_handed_off(part: Handoff) -> None:
+    other = assemble(range(20), [range(100, 140), range(201, 251), range(300, 330)], range(9))
+    plan = replace(plan_exact(PROMPT, SPACE, "public", "r"), handoff=part)
+    engine = SchedulerHarness()
+    params = {"ragcache": plan.encode()}
+    engine.scheduler.on_new_request(NewRequest("r", other.token_ids, params))
     assert engine.loaded("r") == 0
-    assert len(engine.prefill("r")) == 4
-    engine.scheduler.on_finished("r", BLOCKS)
-    assert engine.plain("plain")[0] == 0
-
-
-@pytest.mark.parametrize("role", EngineRole)
-def test_a_plan_with_computed_segments_is_not_handed_off(role: EngineRole) -> None:
-    engine = SchedulerHarness(role=role)
-    computed = plan_compute(PROMPT, SPACE, "public", "computed")
-    params = {"ragcache": replace(computed, handoff=True).encode()}
-    engine.scheduler.on_new_request(NewRequest("computed", PROMPT.token_ids, params))
-    assert engine.loaded("computed") == 0
-    assert engine.prefill("computed") == []
-    assert engine.store.stored == {}
-
-
-def test_an_engine_with_both_roles_ignores_a_handoff(engine: SchedulerHarness) -> None:
-    engine.arrive("r", handoff=True)
-    assert engine.loaded("r") == 0
-    assert len(engine.prefill("r")) == 4
 
 
 def test_a_request_with_a_refused_plan_does_not_count_as_one_without_a_plan(

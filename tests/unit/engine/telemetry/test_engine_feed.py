@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from harness.processes import free_port
+from ragcache_core.cluster.pending_work import EngineLoad
+from ragcache_core.cluster.sent_requests import AcceptedNumbers, SentRequest
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.errors import Unauthenticated, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.knowledge.node_change import NodeChange, StoredNode
 from ragcache_engine.telemetry import request_records
-from ragcache_engine.telemetry.engine_feed import EngineFeed
+from ragcache_engine.telemetry.engine_feed import MAX_SENDERS, EngineFeed
 from ragcache_engine.telemetry.request_records import RequestRecords, serve_records
 from ragcache_wire.clients.feed_client import ENGINE_FEED, SHARD_FEED, FeedClient, FeedNotServed
+from ragcache_wire.feeds.engine_load import from_load_message
+from ragcache_wire.feeds.feed_access import FeedGuard
 from ragcache_wire.v1 import node_feed_pb2 as pb
 from ragcache_wire.watched.signing_keys import SigningKeys
 
@@ -121,3 +126,48 @@ async def test_a_service_of_another_kind_has_no_such_feed(address: str) -> None:
     with pytest.raises(FeedNotServed):
         await anext(client.watch())
     await client.close()
+
+
+def test_a_reader_gets_the_newest_load_and_not_too_often(
+    feed: EngineFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=sleep)
+    monkeypatch.setattr(request_records, "time", clock)
+    guard = FeedGuard(None, "127.0.0.1:1", ENGINE_FEED)
+    servicer = request_records._EngineServicer(RequestRecords(), ReuseCosts(), feed, guard)
+    messages = servicer._messages(pb.WatchRequest(reader="gateway"), lambda: True)
+    begin, end = next(messages), next(messages)
+    assert (begin.HasField("load"), end.HasField("load")) == (True, False)
+    assert begin.load == pb.EngineLoad()
+    for number in range(1, 4):
+        load = EngineLoad(number / 4, num_pending=number, free_tokens=64)
+        feed.publish_load(load, [SentRequest("gateway", number), SentRequest("other", 9)])
+    feed.publish([stored(1)])  # it does not wait
+    assert not next(messages).HasField("load")
+    message = next(messages)
+    assert now_s >= 100.0 + request_records.LOAD_INTERVAL_S
+    assert not message.changes
+    assert from_load_message(message.load) == (
+        EngineLoad(0.75, num_pending=3, free_tokens=64),
+        AcceptedNumbers(3, 0b111),
+    )
+    feed.publish([stored(2)])
+    assert not next(messages).HasField("load")
+
+
+def test_senders_are_bounded(feed: EngineFeed) -> None:
+    for number in range(MAX_SENDERS + 1):
+        feed.publish_load(EngineLoad(), [SentRequest(str(number), 1)])
+    known = [feed.load_after(0, str(number)) for number in (0, 1, MAX_SENDERS)]
+    assert [found[2].last for found in known if found] == [0, 1, 1]
+
+
+def test_seconds_that_are_no_time_count_as_none() -> None:
+    message = pb.EngineLoad(pending_s=float("nan"), background_s=-1.0)
+    assert from_load_message(message) == (EngineLoad(), AcceptedNumbers())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_engine.protocol.messages import LoadOutcome
-from ragcache_engine.telemetry.load_counts import LoadCounts, TierCounts
+from ragcache_engine.telemetry.load_counts import DECODING, LoadCounts, TierCounts
 
 seconds = st.floats(0, 100)
 outcomes = st.builds(
@@ -103,3 +103,11 @@ def test_a_request_saves_time_or_exceeds_computing(predicted_s: float, took_s: f
     both = counts + counts
     assert (both.saved_s, both.excess_s) == (2 * counts.saved_s, 2 * counts.excess_s)
     assert LoadCounts.from_dict(json.loads(json.dumps(both.to_dict()))) == both
+
+
+def test_the_newest_queue_counts() -> None:
+    one = LoadCounts(queue={"question": 1.5, DECODING: 3})
+    other = LoadCounts(queue={"question": 0.0, DECODING: 0})
+    assert (one + LoadCounts()).queue == one.queue
+    assert (one + other).queue == other.queue
+    assert bool(LoadCounts.from_dict(json.loads(json.dumps(other.to_dict()))))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from harness.processes import free_port
-from ragcache_core.cost.engine_costs import HALF_LIFE_S
 from ragcache_core.cost.load_or_compute import PredictedTime, ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import NotFound, RagCacheError
@@ -50,22 +49,6 @@ async def test_a_record_is_served_and_an_unknown_one_is_an_error() -> None:
     with pytest.raises(RagCacheError) as caught:
         await client.request_record("other", LIMIT_S)
     assert isinstance(caught.value, NotFound)
-    await client.close()
-    server.stop(None).wait()
-
-
-async def test_the_time_that_requests_wait_is_served_with_the_costs() -> None:
-    now_s = 50.0
-    records = RequestRecords(lambda: now_s)
-    address = f"127.0.0.1:{free_port()}"
-    server = serve_records(records, ReuseCosts(), address)
-    client = EngineClient(address)
-    assert (await client.costs()).queue_s == 0
-    for number in range(40):  # of any gateway
-        records.put(f"r{number}", RequestRecord(queue_s=2.0))
-    assert (await client.costs()).queue_s == pytest.approx(2.0, rel=1e-4)
-    now_s += HALF_LIFE_S
-    assert (await client.costs()).queue_s == pytest.approx(1.0, rel=1e-4)
     await client.close()
     server.stop(None).wait()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,8 +16,8 @@ from ragcache_core.identity.variant import (  # noqa: E402
 from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape  # noqa: E402
 from ragcache_engine.protocol.messages import (  # noqa: E402
     ComputedRange,
-    EngineRole,
     LoadJob,
+    SaveJob,
     StepJobs,
 )
 from ragcache_kv.values.layout import FORMAT, value_bytes  # noqa: E402
@@ -83,10 +84,10 @@ def test_a_slow_store_fills_a_bounded_queue() -> None:
 
 @pytest.mark.parametrize("done", [("first", "second"), ("first",), ()])
 def test_a_prefill_engine_saves_layers_as_they_were_when_computed(done: Sequence[str]) -> None:
-    worker = WorkerHarness(role=EngineRole.PREFILL)
+    worker = WorkerHarness()
     tensors = worker.store.fill(spans(10, 40))
     worker.load(LoadJob("r", spans(10, 40), 0, 40, BLOCKS, "tenant"))
-    jobs = StepJobs(saves=(save_job(5, 0, 10), save_job(6, 10, 40)), num_tokens=40)
+    jobs = handed_off(save_job(5, 0, 10), save_job(6, 10, 40))
     worker.connector.begin_step(jobs)
     for name in done:
         worker.connector.layer_done(name)
@@ -103,12 +104,17 @@ def test_a_prefill_engine_saves_layers_as_they_were_when_computed(done: Sequence
     worker.connector.close()
 
 
+def handed_off(*saves: SaveJob) -> StepJobs:
+    """Return a step whose saves another engine waits for."""
+    return StepJobs(saves=tuple(replace(one, hands_off=True) for one in saves), num_tokens=40)
+
+
 def prefill_engine() -> tuple[WorkerHarness, StepJobs]:
     """Return a worker with 40 cached tokens, and a step that saves them as two variants."""
-    worker = WorkerHarness(role=EngineRole.PREFILL)
+    worker = WorkerHarness()
     worker.store.fill(spans(10, 40))
     worker.load(LoadJob("r", spans(10, 40), 0, 40, BLOCKS, "tenant"))
-    return worker, StepJobs(saves=(save_job(5, 0, 10), save_job(6, 10, 40)), num_tokens=40)
+    return worker, handed_off(save_job(5, 0, 10), save_job(6, 10, 40))
 
 
 def test_layers_are_sent_before_the_next_ones_are_computed() -> None:
@@ -145,12 +151,12 @@ def test_values_of_a_pass_that_failed_are_aborted(ended: str) -> None:
     worker.connector.close()
 
 
-@pytest.mark.parametrize("role", [EngineRole.PREFILL, EngineRole.BOTH])
-def test_nothing_of_a_pass_that_failed_is_saved(role: EngineRole) -> None:
-    worker = WorkerHarness(role=role)
+@pytest.mark.parametrize("hands_off", [True, False])
+def test_nothing_of_a_pass_that_failed_is_saved(hands_off: bool) -> None:
+    worker = WorkerHarness()
     worker.store.fill(spans(40))
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
-    jobs = StepJobs(saves=(save_job(5, 0, 10),), num_tokens=40)
+    jobs = StepJobs(saves=(replace(save_job(5, 0, 10), hands_off=hands_off),), num_tokens=40)
     worker.connector.begin_step(jobs)
     worker.connector.end_pass(jobs, failed=True)
     worker.connector.begin_step(StepJobs())
@@ -207,10 +213,10 @@ def test_a_pass_longer_than_a_put_deadline_is_put_after_the_pass() -> None:
 
 
 def test_recomputation_passes_are_not_saved() -> None:
-    worker = WorkerHarness(role=EngineRole.PREFILL)
+    worker = WorkerHarness()
     worker.store.fill(spans(40))
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
-    jobs = StepJobs(saves=(save_job(5, 0, 10),), num_tokens=40)
+    jobs = handed_off(save_job(5, 0, 10))
     worker.connector.begin_step(jobs)
     worker.connector.end_pass(jobs)
     worker.cache.broken = True  # a read after this fails
@@ -221,10 +227,10 @@ def test_recomputation_passes_are_not_saved() -> None:
 
 
 def test_a_layer_that_cannot_be_staged_is_copied_after_the_pass() -> None:
-    worker = WorkerHarness(role=EngineRole.PREFILL)
+    worker = WorkerHarness()
     worker.store.fill(spans(40))
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
-    jobs = StepJobs(saves=(save_job(5, 0, 10),), num_tokens=40)
+    jobs = handed_off(save_job(5, 0, 10))
     worker.connector.begin_step(jobs)
     worker.cache.broken = True
     worker.connector.layer_done("first")
@@ -236,11 +242,11 @@ def test_a_layer_that_cannot_be_staged_is_copied_after_the_pass() -> None:
 
 def test_the_queue_is_bounded_for_staged_values_too() -> None:
     config = EngineSettings(cachestore=FixedMembers(()), save_queue_bytes=value_bytes(SPACE, 50))
-    worker = WorkerHarness(config, role=EngineRole.PREFILL)
+    worker = WorkerHarness(config)
     worker.store.fill(spans(40))
     worker.load(LoadJob("r", spans(40), 0, 40, BLOCKS, "tenant"))
     worker.store.put_gate.clear()
-    jobs = StepJobs(saves=tuple(save_job(10 + n, 0, 20) for n in range(5)))
+    jobs = handed_off(*(save_job(10 + n, 0, 20) for n in range(5)))
     worker.connector.begin_step(jobs)
     for name in worker.cache.index_of:
         worker.connector.layer_done(name)
