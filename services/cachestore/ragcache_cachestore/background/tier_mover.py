@@ -387,23 +387,27 @@ class TierMover:
         return first_corrupt_part(variant.parts, self._pieces(tier, copy)) is None
 
     def drop_corrupt(self, variant: CatalogVariant, copy: TierCopy) -> None:
-        """Drop a corrupt copy, and the variant if it has no other copy."""
+        """Drop a corrupt copy, and the variant if it has no other copy.
+
+        Several reads may find the same corrupt copy. It is dropped and counted once.
+        """
+        with self._state.lock:
+            is_in_memory, is_on_disk = variant.memory is copy, variant.disk is copy
+            if not self._state.catalog.contains(variant) or not (is_in_memory or is_on_disk):
+                return
+            self._state.counters.corrupt += 1
+            if is_in_memory:
+                self._state.memory.policy.remove(variant.key)
+                self._state.remove_from_memory(variant, Miss.CORRUPT)
+            elif variant.memory is not None:
+                self._state.disk.policy.remove(variant.key)
+                self._state.drop_disk_copy(variant.key, copy)
+                variant.disk = None
+                variant.job = self.writer.submit(variant, urgent=False)
+            else:
+                self._state.drop(variant, Miss.CORRUPT)
         log.error(
             "store: dropped a corrupt copy variant=%s num_bytes=%d",
             variant.key.to_bytes().hex(),
             copy.num_bytes,
         )
-        with self._state.lock:
-            self._state.counters.corrupt += 1
-            if not self._state.catalog.contains(variant):
-                return
-            if variant.memory is copy:
-                self._state.memory.policy.remove(variant.key)
-                self._state.remove_from_memory(variant, Miss.CORRUPT)
-            elif variant.disk is copy and variant.memory is not None:
-                self._state.disk.policy.remove(variant.key)
-                self._state.drop_disk_copy(variant.key, copy)
-                variant.disk = None
-                variant.job = self.writer.submit(variant, urgent=False)
-            elif variant.disk is copy:
-                self._state.drop(variant, Miss.CORRUPT)
