@@ -36,6 +36,13 @@ from ragcache_retriever.messages.requests import (
     settings_of,
     unset_settings,
 )
+from ragcache_retriever.messages.usage import (
+    counted_of,
+    rows_message,
+    sender_of,
+    total_message,
+    wanted_of,
+)
 from ragcache_retriever.ranking.search import SearchStage
 from ragcache_retriever.store.sqlite.files.backup import SqliteBackups
 from ragcache_wire.channel import MAX_MESSAGE_BYTES
@@ -288,6 +295,28 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
         name = checked_name("name", request.name)
         body, updated_unix_ms = await self._knowledge_base.report(name)
         return pb.Report(name=name, body=body, updated_unix_ms=updated_unix_ms)
+
+    async def AddUsage(self, request: pb.AddUsageRequest, context: Context) -> pb.AddUsageReply:
+        """Add what a gateway has counted, and return the totals that it asks for."""
+        knowledge_base, sender = self._knowledge_base, sender_of(request)
+        await knowledge_base.add_usage(sender, counted_of(request))
+        totals = await knowledge_base.usage_totals(
+            sender.gateway, request.keys, request.tenants, request.now_unix_s
+        )
+        return pb.AddUsageReply(
+            totals=[
+                *(total_message("key", one) for one in totals.keys),
+                *(total_message("tenant", one) for one in totals.tenants),
+            ],
+            waiting=totals.waiting,
+        )
+
+    async def ListUsage(self, request: pb.ListUsageRequest, context: Context) -> pb.ListUsageReply:
+        """Return what keys have used."""
+        wanted, limit = wanted_of(request), request.page_size or DEFAULT_PAGE_SIZE
+        if limit > MAX_PAGE_SIZE:
+            raise InvalidInput("page_size", f"{limit} is too many", f"ask for 1 to {MAX_PAGE_SIZE}")
+        return rows_message(await self._knowledge_base.usage(wanted, limit + 1), limit)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.RetrieverStatus:
         """Return the state of the retriever."""

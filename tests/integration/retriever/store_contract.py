@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ragcache_core.access.usage import Period, UsageCounts, window_start
 from ragcache_core.errors import TooLarge
 from ragcache_core.retrieval.filters import (
     And,
@@ -32,6 +33,7 @@ from ragcache_retriever.documents.collection import Chunking, CollectionSettings
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.outbox import CLAIM_MS
 from ragcache_retriever.store.records import DocumentChange, OutboxDelete
+from ragcache_retriever.store.usage import CountedUse, UsageSender, UsageWanted
 from tests.kit.stored_documents import (
     NOW_MS,
     RECIPE,
@@ -566,6 +568,25 @@ class DocumentsContract:
                 store.documents.put_report("r", body, at_ms)
                 store.database.commit()
         assert store.reads.report("r") == (b"\0two", 2)
+
+    def test_usage_is_added_once_and_listed(self, store: DocumentStore) -> None:
+        counts = UsageCounts(1, 2, 3, 4, 5, 6, 7)
+        day_s = window_start(Period.DAY, NOW_MS / 1000)
+        counted = [CountedUse(day_s, tenant, "k", "m", counts) for tenant in ("", "red")]
+        for sequence in (1, 1, 2):
+            with store.database.transaction():
+                sender = UsageSender(bytes(16), sequence, b"waiting")
+                store.usage.add(sender, counted, NOW_MS)
+                store.database.commit()
+        [day] = [one for one in store.usage.totals("key", ["k"], day_s) if one.period is Period.DAY]
+        assert day.counts == UsageCounts(4, 8, 12, 16, 20, 24, 28)
+        assert store.usage.waiting(bytes(range(16)), NOW_MS) == [b"waiting"]
+        rows = store.usage.page(UsageWanted(Period.DAY, day_s, day_s + 1), 10)
+        assert rows == [
+            CountedUse(day_s, tenant, "k", "m", counts + counts) for tenant in ("", "red")
+        ]
+        rest = UsageWanted(Period.DAY, day_s, day_s + 1, after=rows[0].position)
+        assert store.usage.page(rest, 10) == rows[1:]
 
 
 class FiltersContract:

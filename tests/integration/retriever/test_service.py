@@ -307,6 +307,7 @@ async def test_collections_do_not_see_each_other(client: RetrieverClient) -> Non
         ({"title": "a\0"}, InvalidInput, "document.title"),
         ({"content_type": 9}, InvalidInput, "document.content_type"),
         ({"metadata": json.dumps({"k": "x" * 20_000})}, TooLarge, "document.metadata"),
+        ({"metadata": json.dumps({"k" * 257: "x"})}, TooLarge, "document.metadata"),
         ({"metadata": json.dumps({"k": ["\0"]})}, InvalidInput, "document.metadata"),
         ({"metadata": '{"k": "\\ud800"}'}, InvalidInput, "document.metadata"),
         ({"metadata": '{"k": {"a": 1}}'}, InvalidInput, "document.metadata.k"),

@@ -26,7 +26,6 @@ from ragcache_retriever.store.postgres.schema import vector_table
 from ragcache_retriever.store.postgres.vector_index import PgvectorIndexes
 from tests.integration.retriever.index_contract import (
     DIMENSION,
-    NUM_ROWS,
     QUERIES,
     ROWS,
     TOP_K,
@@ -239,7 +238,7 @@ def test_rows_far_from_the_question_are_found_in_a_graph_of_pgvector(
     assert harness.index.kind is IndexKind.HNSW
     monkeypatch.setattr(vector_index, "SCANNED_ALLOWED_ROWS", 0)
     for query in QUERIES[:5]:
-        farthest = np.sort(ROWS[np.argsort(VECTORS @ query)[: NUM_ROWS // 4]])
+        farthest = np.sort(ROWS[np.argsort(VECTORS @ query)[: 2 * TOP_K]])
         stages = list(harness.index.search(query, TOP_K, allowed=farthest))
         assert list(last(stages).rows) == best(query, farthest, VECTORS[farthest - 1])
         progress = [stage.progress for stage in stages]

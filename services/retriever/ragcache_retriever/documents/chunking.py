@@ -39,7 +39,8 @@ from ragcache_retriever.documents.token_counter import (
 from ragcache_retriever.documents.units import Border, Unit, UnitKind, read_units
 
 CHUNKER_VERSION = 3
-"""Increase it when documents would be split otherwise. Stored documents are then rebuilt."""
+"""Increase it when documents would be split otherwise, or labels of passages would change. Stored
+documents are then rebuilt."""
 
 # A title further down is no title of the document, and the caller waits for it.
 _MAX_TITLE_SEARCH_CHARS = 1 << 16

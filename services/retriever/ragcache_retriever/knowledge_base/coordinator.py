@@ -27,6 +27,7 @@ from ragcache_retriever.ranking.rerankers import score_texts
 from ragcache_retriever.search.vector_index import VectorIndexes, Vectors
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import DiskUse, OutboxClaim
+from ragcache_retriever.store.usage import CountedUse, UsageSender, UsageTotals, UsageWanted
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -156,6 +157,41 @@ class KnowledgeBase:
                 self.store.database.commit()
 
         await self.threads.write(acknowledge)
+
+    # Usage. It also serves while the indexes are loaded.
+
+    async def add_usage(self, sender: UsageSender, counted: Sequence[CountedUse]) -> None:
+        """Add what a gateway has counted, unless it was added before."""
+
+        def add() -> None:
+            with self.store.database.transaction():
+                self.store.usage.add(sender, counted, self.threads.now_ms())
+                self.store.database.commit()
+
+        await self.threads.write(add)
+
+    async def usage_totals(
+        self, gateway: bytes, keys: Sequence[str], tenants: Sequence[str], unix_s: int
+    ) -> UsageTotals:
+        """Return what keys and tenants have used in the windows of a time.
+
+        Args:
+            gateway: Gets what the others say of their waiting requests.
+        """
+
+        def read() -> UsageTotals:
+            table = self.store.usage
+            return UsageTotals(
+                table.totals("key", keys, unix_s),
+                table.totals("tenant", tenants, unix_s),
+                table.waiting(gateway, self.threads.now_ms()),
+            )
+
+        return await self.threads.read(read)
+
+    async def usage(self, wanted: UsageWanted, limit: int) -> list[CountedUse]:
+        """Return the first rows of a listing of usage."""
+        return await self.threads.read(self.store.usage.page, wanted, limit)
 
     # Reports
 

@@ -194,6 +194,12 @@ def _metadata(message: pb.Document) -> dict[str, MetadataValue]:
         raise InvalidInput(field, "is not a JSON object", "send a JSON object")
     metadata = checked_metadata(field, found)
     for name, value in metadata.items():
+        if len(name) > MAX_FIELD_CHARS:
+            raise TooLarge(
+                field,
+                f"the name {name[:40]!r}... has {len(name)} characters",
+                f"use at most {MAX_FIELD_CHARS} characters in a name",
+            )
         for text in (name, *texts_of(value)):
             _refuse_unstorable(field, text)
     return metadata

@@ -13,6 +13,7 @@ from ragcache_retriever.store.documents import Documents
 from ragcache_retriever.store.generation_tables import EmbeddingTables, LexicalTables
 from ragcache_retriever.store.outbox import Outbox
 from ragcache_retriever.store.reads import DocumentReads
+from ragcache_retriever.store.usage import UsageTable
 
 D = TypeVar("D", bound=Database)
 D_co = TypeVar("D_co", bound=Database, default=Database, covariant=True)
@@ -33,6 +34,7 @@ class DocumentStore(Generic[D_co]):
     documents: Documents
     reads: DocumentReads
     outbox: Outbox
+    usage: UsageTable
 
 
 def store_in(database: D, lexical: LexicalTables, embeddings: EmbeddingTables) -> DocumentStore[D]:
@@ -40,5 +42,13 @@ def store_in(database: D, lexical: LexicalTables, embeddings: EmbeddingTables) -
     outbox = Outbox(database)
     collections = Collections(database, lexical, embeddings)
     documents = Documents(database, collections, lexical, embeddings, outbox)
-    reads = DocumentReads(database)
-    return DocumentStore(database, lexical, embeddings, collections, documents, reads, outbox)
+    return DocumentStore(
+        database,
+        lexical,
+        embeddings,
+        collections,
+        documents,
+        DocumentReads(database),
+        outbox,
+        UsageTable(database),
+    )

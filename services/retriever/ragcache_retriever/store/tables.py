@@ -26,6 +26,7 @@ from sqlalchemy import (
 from sqlalchemy.engine import Dialect
 from sqlalchemy.schema import CreateIndex, CreateTable
 
+from ragcache_core.access.usage import COUNT_NAMES
 from ragcache_retriever.store.statements import Indexed
 
 ZERO = text("0")
@@ -183,6 +184,28 @@ reports = Table(
     Column("name", Text, primary_key=True),
     Column("body", LargeBinary, nullable=False),
     Column("updated_unix_ms", NUMBER, nullable=False),
+)
+
+usage = Table(  # the same use counts in a row of its minute, of its day and of its month
+    "usage",
+    _schema,
+    Column("period", Integer, primary_key=True, autoincrement=False),  # UsagePeriod
+    Column("start_unix_s", NUMBER, primary_key=True, autoincrement=False),
+    Column("tenant", PLAIN_TEXT, primary_key=True),  # "": the key has none
+    Column("key", PLAIN_TEXT, primary_key=True),
+    Column("model", PLAIN_TEXT, primary_key=True),  # "": the request named none
+    *(Column(name, NUMBER, nullable=False) for name in COUNT_NAMES),
+    sqlite_with_rowid=False,
+)
+
+usage_senders = Table(  # the last deltas of each gateway, so that none are added twice
+    "usage_senders",
+    _schema,
+    Column("gateway", LargeBinary, primary_key=True),
+    Column("sequence", NUMBER, nullable=False),
+    Column("waiting", LargeBinary, nullable=False),  # its QueueLoad
+    Column("updated_unix_ms", NUMBER, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 outbox_position = Table(  # one row: the number of the last removal
