@@ -10,11 +10,8 @@ from ragcache_gateway.app import create_app
 from ragcache_gateway.http.connection_limits import ConnectionLimits
 from ragcache_gateway.http.server import Drain, DrainingServer, bind_sockets
 from ragcache_gateway.http.server import build_server as build_http_server
-from ragcache_gateway.prompts.builder import PromptBuilder
-from ragcache_gateway.prompts.conversation import Conversation
-from ragcache_gateway.prompts.tokenizer import load_tokenizer
+from ragcache_gateway.prompts.model_runtime import load_models
 from ragcache_gateway.telemetry.metrics import Metrics
-from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.process import end_on_stop, keep_collections_short
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.telemetry.log_format import start_logging
@@ -51,32 +48,9 @@ def main() -> int:
 
 def build_server(settings: GatewaySettings) -> DrainingServer:
     """Build a server that is ready to run. Raises InvalidInput for a model it cannot serve."""
-    folder = load_model_folder(settings.model)
-    prompts = PromptBuilder(
-        load_tokenizer(folder.path),
-        max_model_len=settings.max_model_len,
-        default_max_tokens=settings.default_max_tokens,
-        cache_bytes=settings.token_cache_bytes,
-        layout=settings.layout,
-    )
-    try:
-        prompts.frame(Conversation.asking("x", "x"))
-    except InvalidInput as error:
-        # The first question must not be the one to find this out.
-        raise InvalidInput(
-            "RAGCACHE_MODEL",
-            f"cannot hold documents: {error.problem}",
-            "name a model whose chat template takes a system message",
-        ) from error
+    models = load_models(settings)
     limits, metrics, drain = settings.live_limits(), Metrics(settings.model_name), Drain()
-    app = create_app(
-        settings,
-        folder.space(settings.model_dtype),
-        prompts,
-        limits=limits,
-        metrics=metrics,
-        drain=drain,
-    )
+    app = create_app(settings, models, limits=limits, metrics=metrics, drain=drain)
     connections = ConnectionLimits(limits, settings.header_timeout_s, metrics)
     return build_http_server(app, settings, connections, drain)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -20,8 +20,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
 from ragcache_core.errors import RagCacheError, Unavailable
-from ragcache_core.identity.keys import KVSpace
-from ragcache_gateway.auth.api_keys import api_keys
+from ragcache_gateway.admission.quotas import RATE_LIMIT_HEADERS, Quotas
+from ragcache_gateway.admission.usage_counter import UsageCounter
+from ragcache_gateway.auth.api_keys import api_keys, tenant_weights
 from ragcache_gateway.console import console_routes
 from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.http.errors import error_body, from_status, from_validation, response_to
@@ -43,11 +44,11 @@ from ragcache_gateway.http.routes import (
     response_routes,
     search_routes,
     status_routes,
+    usage_routes,
 )
 from ragcache_gateway.http.server import Drain
 from ragcache_gateway.http.services import GatewayServices
-from ragcache_gateway.prompts.builder import PromptBuilder
-from ragcache_gateway.prompts.reuse_mode import ServedModel
+from ragcache_gateway.prompts.model_runtime import ModelRuntime
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_gateway.wiring import Shared, connect_services
 from ragcache_wire.http_server import metrics_server
@@ -66,6 +67,7 @@ _ROUTES: Final = (
     search_routes,
     backup_routes,
     status_routes,
+    usage_routes,
 )
 
 EXPOSED_HEADERS: Final = (
@@ -73,22 +75,23 @@ EXPOSED_HEADERS: Final = (
     chat_routes.REUSE_HEADER,
     "Retry-After",
     "Retry-After-Ms",
+    *RATE_LIMIT_HEADERS,
 )
 """Headers that pages of allowed origins may read, beside those that every page may."""
 
 
 def create_app(
     settings: GatewaySettings,
-    space: KVSpace,
-    prompts: PromptBuilder,
+    models: Sequence[ModelRuntime],
     *,
     limits: Limits | None = None,
     metrics: Metrics | None = None,
     drain: Drain | None = None,
 ) -> FastAPI:
-    """Create the gateway of one model. It connects to the other components when it starts.
+    """Create the gateway. It connects to the other components when it starts.
 
     Args:
+        models: The served models. The first one is of requests that name none.
         limits: Those that the server has, too. None: of the settings.
         metrics: Those that the server has, too. None: new ones.
         drain: What the server announces its stop by. None: it does not.
@@ -108,10 +111,8 @@ def create_app(
         exports_content=settings.trace_content,
     )
 
-    model = ServedModel(
-        settings.model_name, settings.max_model_len, space, settings.signing_key_file
-    )
-    shared = Shared(settings, limits, model, prompts, metrics, spans)
+    usage = UsageCounter()
+    shared = Shared(settings, limits, models, metrics, spans, usage)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
@@ -143,7 +144,8 @@ def create_app(
         app.include_router(routes.router, dependencies=[CHECKED_QUERY])
     if settings.console == "on":
         app.include_router(console_routes.router)
-    pools = RequestPools(settings, limits, metrics)
+    weights = tenant_weights(keys)
+    pools = RequestPools(settings, limits, metrics, weights)
     # The middleware added last is the outermost.
     app.add_middleware(
         BodyLimit,
@@ -151,7 +153,7 @@ def create_app(
         max_bytes=settings.body_max_bytes,
         timeout_s=settings.body_timeout_s,
     )
-    app.add_middleware(RequestLimit, pools=pools)
+    app.add_middleware(RequestLimit, pools=pools, quotas=Quotas(usage), metrics=metrics)
     app.add_middleware(KeyCheck, keys=keys)
     if settings.admin_listen is not None:
         app.add_middleware(PortGuard, admin_port=split_address(settings.admin_listen)[1])
@@ -190,10 +192,9 @@ def _allowed_methods(request: Request) -> str:
 def _translate_errors(app: FastAPI, metrics: Metrics) -> None:
     async def known(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RagCacheError)
-        record_refusal(error)
+        record_refusal(error, metrics)
         if not isinstance(error, Unavailable):
             return response_to(to_rest_error(error))
-        metrics.upstream_failures.labels(error.component).inc()
         services: GatewayServices = request.app.state.services
         return response_to(error, services.component_watch.recovery_s(error.component))
 
@@ -205,7 +206,7 @@ def _translate_errors(app: FastAPI, metrics: Metrics) -> None:
         assert isinstance(error, HTTPException)
         # FastAPI wraps every error of reading a body, those of BodyLimit included.
         if isinstance(error.__cause__, RagCacheError):
-            record_refusal(error.__cause__)
+            record_refusal(error.__cause__, metrics)
             return response_to(error.__cause__)
         http = from_status(error.status_code, request.method, request.url.path, str(error.detail))
         headers = dict(error.headers or {})

@@ -9,7 +9,7 @@ import pytest
 
 from harness.browser import Page, console_page, screenshots_folder
 from ragcache_gateway.documents import removal_feed, writer
-from ragcache_gateway.engines import client, completion_stream, engine_load
+from ragcache_gateway.engines import client, completion_stream, engine_load, liveness
 from ragcache_gateway.planning import source_follower
 from ragcache_kv.store_client.async_sharded import AsyncStoreClient
 from ragcache_wire.clients import engine_client, retriever_client
@@ -25,7 +25,8 @@ def long_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(writer, "CATCH_UP_WAIT_S", LIMIT_S)
     monkeypatch.setattr(removal_feed, "START_WAIT_S", LIMIT_S)
-    monkeypatch.setattr(client, "_HEALTH_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(liveness, "CHECK_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(liveness, "SILENCE_S", LIMIT_S)
     monkeypatch.setattr(client, "_WRITE_TIMEOUT_S", LIMIT_S)
     monkeypatch.setattr(completion_stream, "_REST_TIMEOUT_S", LIMIT_S)
     monkeypatch.setattr(engine_load, "_FIRST_REFRESH_S", LIMIT_S)

@@ -16,8 +16,9 @@ import pytest
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
+from ragcache_core.cluster.sent_requests import SENT_FIELD
 from ragcache_core.plan.reuse_plan import NO_REUSE
-from tests.kit.gateway import MODEL, World, plan_of, world
+from tests.kit.gateway import MODEL, World, band_of, plan_of, world
 
 ASK: Any = [{"role": "user", "content": "Where does billing run?"}]
 TOOL: Any = {
@@ -189,6 +190,10 @@ async def test_completions_reach_the_engine_as_they_are(
     assert text == "It runs in eu-north."
     (sent,) = gateway.engine.requests
     sent.pop("stream_options", None)
+    # Its place in the engine's queue.
+    assert set(sent.pop("kv_transfer_params")) == {SENT_FIELD}
+    assert band_of(sent) == 0
+    del sent["priority"]
     assert sent == wanted
     assert gateway.retriever.searches == []
 
@@ -206,7 +211,7 @@ async def test_a_completion_without_reuse_leaves_nothing_in_an_engine(
             extra_body={"ragcache": {"retrieve": False, **options}},
         )
         sent = gateway.engine.requests[-1]
-        assert sent["kv_transfer_params"] == {"ragcache": NO_REUSE}
+        assert sent["kv_transfer_params"]["ragcache"] == NO_REUSE
         salts.append(sent["cache_salt"])
     assert len(set(salts)) == 2, "no request finds the blocks of another one"
 

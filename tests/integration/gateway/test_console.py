@@ -21,7 +21,7 @@ from harness.browser import (
     until_answered,
 )
 from ragcache_wire.v1 import cachestore_pb2, engine_pb2
-from tests.kit.gateway import World, until_predicted, world
+from tests.kit.gateway import MODEL, World, until_predicted, world
 
 pytestmark = needs_chromium
 
@@ -89,6 +89,12 @@ async def test_a_question_has_a_waterfall_and_its_miss_is_explained(
     [_, summary] = await texts(page, "#ask-answer .summary")
     assert "1 chunk was computed at least in part. It cost" in summary
     assert page.errors == []
+
+
+async def test_the_field_of_the_model_offers_those_that_are_served(page: Page) -> None:
+    await page.evaluate("document.querySelector('#ask-model').focus()")
+    names = "[...document.querySelectorAll('#models option')].map((one) => one.value).join()"
+    await page.until(f"{names} === '{MODEL}'")
 
 
 async def test_the_plan_of_each_chunk_is_shown_beside_its_outcome(
@@ -229,7 +235,7 @@ async def test_the_platform_shows_engines_tiers_and_collections(gateway: World, 
     assert "Memory tier1.5 GiB of 2.0 GiB" in cache
     assert "Hit rate90.0 %" in cache
     engines = await texts(page, "#platform-engines tbody tr")
-    assert [row.endswith("ready0") for row in engines] == [True]
+    assert ["ready000.00 ms0" in row for row in engines] == [True]
     assert (await texts(page, "#platform-collections tbody td"))[0] == "default"
     assert "Prompt tokens reused65" in await texts(page, "#platform-savings tr")
     assert page.errors == []

@@ -228,7 +228,7 @@ async def test_the_tree_and_the_curves_are_accessible(
     assert await page.serious_findings() == []
     await page.screenshot(screenshots / f"tree-{scheme}.png")
     await select_tab(page, "platform")
-    await page.until("document.querySelectorAll('#panel-platform .curve').length === 7")
+    await page.until("document.querySelectorAll('#panel-platform .curve').length === 8")
     assert await page.serious_findings() == []
     await page.screenshot(screenshots / f"curves-{scheme}.png")
     curves = await texts(page, "#platform-cache .legend li")

@@ -13,11 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from ragcache_gateway.engines.pool import MAX_LOST_ENGINES, host_and_port, resolve
+from ragcache_gateway.engines.client import host_and_port
+from ragcache_gateway.engines.pool import MAX_LOST_ENGINES, resolve
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import engine_pb2_grpc
 from tests.kit.gateway import (
+    WORD_ID,
     FakeEngine,
     FakeRecords,
     FakeRetriever,
@@ -226,12 +228,55 @@ async def test_all_engines_are_named_if_none_is_healthy(two: Fleet) -> None:
     assert all(f"{ip}:{two.port}: " in message for ip in two.engines)
 
 
-async def test_no_request_is_repeated_after_its_first_token(two: Fleet) -> None:
+GREEDY = {"temperature": 0, "ragcache": NO_REUSE}
+SAMPLED = {"temperature": 0.7, "ragcache": NO_REUSE}
+SEEDED = {"temperature": 0.7, "seed": 7, "stop": ["Never"], "ragcache": NO_REUSE}
+
+
+@pytest.mark.parametrize("way", ["fail_after", "drop_after"])
+@pytest.mark.parametrize(
+    ("asked", "same_text", "given"),
+    [(GREEDY, True, [WORD_ID]), (SAMPLED, False, [WORD_ID]), (SEEDED, True, [])],
+    ids=["greedy", "sampled", "seeded"],
+)
+async def test_an_answer_whose_engine_is_lost_goes_on_at_another(
+    two: Fleet, way: str, asked: dict[str, Any], same_text: bool, given: list[int]
+) -> None:
+    failing, other = two.engines.values()
+    setattr(failing, way, 1)
+    while not failing.requests:
+        answer = data_of((await two.ask(stream=True, **asked)).text)
+    *events, done = answer
+    assert done == "[DONE]"
+    deltas = [one["delta"] for event in events for one in event["choices"]]
+    assert "".join(delta.get("content", "") for delta in deltas) == "".join(other.words)
+    assert len({event["id"] for event in events}) == 1
+    told = [event.get("ragcache", {}).get("resumed") for event in events]
+    assert [one for one in told if one] == [{"same_text": same_text}]
+    assert not any(one.get("token_ids") for event in events for one in event["choices"])
+    assert other.requests[-1]["prompt"] == [*failing.requests[-1]["prompt"], *given]
+
+
+async def test_the_usage_of_a_resumed_answer_is_that_of_the_whole(two: Fleet) -> None:
+    failing, other = two.engines.values()
+    failing.drop_after = 2
+    while not failing.requests:
+        options = {"include_usage": True}
+        answer = data_of((await two.ask(stream=True, stream_options=options, **GREEDY)).text)
+    [usage] = [event["usage"] for event in answer[:-1] if event.get("usage")]
+    num_prompt = len(failing.requests[-1]["prompt"])
+    assert (usage["prompt_tokens"], usage["total_tokens"]) == (num_prompt, num_prompt + 3)
+    assert usage["completion_tokens"] == len(other.words)
+
+
+async def test_an_answer_that_no_other_engine_can_carry_on_ends_with_an_error(two: Fleet) -> None:
     for engine in two.engines.values():
         engine.drop_after = 1
-    *_, last = data_of((await two.ask(stream=True)).text)
+    *_, last = data_of((await two.ask(stream=True, n=2)).text)
     assert last["error"]["code"] == "engine_unavailable"
     assert sum(two.asked()) == 1
+    *_, last = data_of((await two.ask(stream=True, **SEEDED)).text)
+    assert last["error"]["code"] == "engine_unavailable"
 
 
 async def test_a_refused_request_goes_to_no_other_engine(two: Fleet) -> None:
@@ -275,7 +320,7 @@ async def test_a_request_leaves_an_engine_whose_health_check_fails(
     if way == "refuses":
         frozen.healthy = False
     else:
-        monkeypatch.setattr("ragcache_gateway.engines.client._HEALTH_TIMEOUT_S", 1.0)
+        monkeypatch.setattr("ragcache_gateway.engines.liveness.CHECK_TIMEOUT_S", 1.0)
         # The first check of these two may have begun with the old limit.
         checks = frozen.health_checks
         await until(lambda: frozen.health_checks >= checks + 2)

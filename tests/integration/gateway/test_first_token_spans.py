@@ -17,8 +17,8 @@ import pytest
 from harness.otlp import TracedRequest, attributes_of, collector, orphans, traced_request
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.knowledge.node_change import NodeChange, StoredNode
+from ragcache_core.scheduling.priority import GUESS_BAND
 from ragcache_engine.telemetry.engine_feed import EngineFeed
-from ragcache_gateway.speculation.prefill import PREFILL_PRIORITY
 from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.v1 import retriever_pb2
 from tests.integration.gateway.test_speculation import hit
@@ -28,6 +28,7 @@ from tests.kit.gateway import (
     FakeRetriever,
     FakeStore,
     World,
+    band_of,
     data_of,
     serving,
     until_ready,
@@ -81,7 +82,7 @@ class MixedEngine(FakeEngine):
 
     @property
     def num_guesses(self) -> int:
-        return sum(one.get("priority") == PREFILL_PRIORITY for one in self.requests)
+        return sum(band_of(one) == GUESS_BAND for one in self.requests)
 
     async def _answer(self, reply: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(ENGINE_S)

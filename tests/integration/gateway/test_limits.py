@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
-from ragcache_gateway.app import create_app
 from ragcache_gateway.http.middleware.request_pools import QUESTION_PATHS, STATUS_PATHS
 from tests.kit.gateway import CONFIG, World, until_status, world
 
@@ -103,6 +102,6 @@ async def test_refused_clients_are_told_to_come_one_after_the_other(tiny_model: 
 @pytest.mark.parametrize("paths", [QUESTION_PATHS, STATUS_PATHS])
 def test_the_pools_name_routes(tiny_model: Path, paths: frozenset[str]) -> None:
     gateway = World(CONFIG.replace(model=str(tiny_model)))
-    app = create_app(gateway.config, gateway.space(), gateway.prompts())
+    app = gateway.app()
     routes = {route.path for route in app.routes if isinstance(route, APIRoute)}
     assert paths <= routes | {"/openapi.json"}

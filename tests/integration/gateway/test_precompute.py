@@ -16,13 +16,13 @@ from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.plan.signature import is_signed
+from ragcache_core.scheduling.priority import BACKGROUND_BAND
 from ragcache_gateway.background import chunk_ranking, precompute, slice_costs
-from ragcache_gateway.background.idle import LOWEST_PRIORITY
 from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.v1 import cachestore_pb2
 from ragcache_wire.watched.signing_keys import SigningKeys
-from tests.kit.gateway import FakeEngine, World, serving, until_ready, world
+from tests.kit.gateway import FakeEngine, World, band_of, serving, until_ready, world
 from tests.kit.wait import until
 
 
@@ -74,7 +74,7 @@ def plan_of(body: dict[str, Any]) -> ReusePlan:
 
 
 def precomputed(gateway: World) -> list[dict[str, Any]]:
-    return [body for body in gateway.engine.requests if "priority" in body]
+    return [body for body in gateway.engine.requests if band_of(body) == BACKGROUND_BAND]
 
 
 def plan_contains(bodies: list[dict[str, Any]], ids: list[int]) -> bool:
@@ -673,11 +673,11 @@ async def test_a_busy_engine_does_not_count_as_failed(
         assert ['outcome="computed"' in name for name in outcomes] == [True]
 
 
-async def test_prefills_have_the_lowest_priority(gateway: World) -> None:
+async def test_prefills_come_after_questions(gateway: World) -> None:
     await put(gateway, "a.md")
     await gateway.ask()
     await until(lambda: len(gateway.engine.requests) == 2)
     [prefill] = precomputed(gateway)
     [question] = [body for body in gateway.engine.requests if body is not prefill]
-    assert prefill["priority"] == LOWEST_PRIORITY > 0
-    assert "priority" not in question
+    assert prefill["priority"] > question["priority"]
+    assert band_of(question) == 0

@@ -17,9 +17,9 @@ from ragcache_core.quality.controller import (
     RETRY_EVERY,
     alpha_ladder,
 )
+from ragcache_core.scheduling.priority import BACKGROUND_BAND
 from ragcache_gateway.background import quality_trials
-from ragcache_gateway.background.idle import LOWEST_PRIORITY
-from tests.kit.gateway import World, plan_of, world
+from tests.kit.gateway import World, band_of, plan_of, world
 from tests.kit.wait import until
 
 RECOMPUTE_SHARE = 0.4
@@ -78,9 +78,9 @@ async def test_a_question_is_asked_again_in_full_and_as_a_blend_with_each_alpha(
     question = gateway.engine.requests[0]
     assert plan_of(question).alpha is None
     assert not plan_of(question).trial
-    assert "priority" not in question
+    assert band_of(question) == 0
     for body in replays:
-        assert body["priority"] == LOWEST_PRIORITY
+        assert band_of(body) == BACKGROUND_BAND
         assert body["prompt"] == question["prompt"]
         assert (body["temperature"], body["max_tokens"]) == (0.0, quality_trials.MAX_ANSWER_TOKENS)
         assert plan_of(body).trial
@@ -113,13 +113,15 @@ async def test_trials_do_not_count_as_questions_in_metrics(gateway: World) -> No
 async def test_later_plans_have_the_least_alpha_that_reaches_the_target(gateway: World) -> None:
     await tried(gateway, MIN_QUESTIONS - 1)
     assert plan_of(gateway.engine.requests[-REPLAYS - 1]).alpha is None
-    assert await gateway.metric("blend_alpha") == 3.0
-    assert math.isnan(await gateway.metric("blend_expected_quality"))
+    assert await gateway.metric('blend_alpha{model="tiny"}') == 3.0
+    assert math.isnan(await gateway.metric('blend_expected_quality{model="tiny"}'))
     await tried(gateway)
     # All answers are equal, for every share that is recomputed.
     await gateway.until_metric("blend_alpha", 0.0)
-    assert await gateway.metric("blend_expected_quality") == 1.0
-    assert await gateway.metric("blend_expected_recomputed") == 0.25  # as the records say
+    assert await gateway.metric('blend_expected_quality{model="tiny"}') == 1.0
+    assert (
+        await gateway.metric('blend_expected_recomputed{model="tiny"}') == 0.25
+    )  # as the records say
     trials = MIN_QUESTIONS * (REPLAYS - 1)
     assert await gateway.metric('blend_trials_total{outcome="tried"}') == trials
     await gateway.ask("And now?")
@@ -135,7 +137,7 @@ async def test_questions_are_reused_exactly_if_no_alpha_reaches_the_target(gatew
     gateway.engine.blend_words = ["Something ", "else."]
     await tried(gateway, MIN_QUESTIONS)
     await gateway.until_metric("blend_alpha", math.inf)
-    assert await gateway.metric("blend_expected_quality") == 1.0
+    assert await gateway.metric('blend_expected_quality{model="tiny"}') == 1.0
     gateway.engine.requests.clear()
     gateway.records.fields = {"blended_tokens": 0}
     for _ in range(RETRY_EVERY):
@@ -250,4 +252,4 @@ async def test_no_trial_is_run_without_a_quality_target(tiny_model: Path) -> Non
         await gateway.ask()
         await asyncio.sleep(0.2)
         assert len(gateway.engine.requests) == 1
-        assert math.isnan(await gateway.metric("blend_alpha"))
+        assert math.isnan(await gateway.metric('blend_alpha{model="tiny"}'))

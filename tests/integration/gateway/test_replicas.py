@@ -14,13 +14,14 @@ import pytest
 import pytest_asyncio
 
 from ragcache_core.quality.controller import MIN_QUESTIONS, SAMPLE_UNDECIDED_EVERY, alpha_ladder
+from ragcache_core.scheduling.priority import BACKGROUND_BAND
 from ragcache_gateway.background import precompute, quality_gate, quality_trials
 from ragcache_gateway.documents import removal_feed
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.service import SERVICE_NAME, RetrieverService
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2_grpc
-from tests.kit.gateway import CONFIG, FakeRetriever, World, plan_of
+from tests.kit.gateway import CONFIG, FakeRetriever, World, band_of, plan_of
 from tests.kit.retriever import make_knowledge_base, tokenizer_of
 from tests.kit.wait import until
 
@@ -80,7 +81,7 @@ async def replicas(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Replicas]:
 
 
 def background_requests(gateway: World) -> list[dict[str, Any]]:
-    return [body for body in gateway.engine.requests if "priority" in body]
+    return [body for body in gateway.engine.requests if band_of(body) == BACKGROUND_BAND]
 
 
 async def put(gateway: World, name: str, text: str) -> None:
@@ -189,7 +190,7 @@ async def test_reuse_is_exact_until_a_report_and_every_gateway_learns_of_it(
         assert (await one.put_report(0.95, SHARE)).status_code == 200
         await other.until_verdict("passed")
         await other.ask("Another question?")
-        questions = [body for body in other.engine.requests if "priority" not in body]
+        questions = [body for body in other.engine.requests if band_of(body) == 0]
         assert plan_of(questions[1]).blends
     async with replicas.gateway() as restarted:
         await restarted.until_verdict("passed")

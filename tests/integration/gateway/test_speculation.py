@@ -11,13 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from ragcache_core.identity.keys import KEY_BYTES, VariantKey
+from ragcache_core.identity.keys import KEY_BYTES, VariantKey, common_tokens
 from ragcache_core.knowledge.node_change import NodeChange, StoredNode
 from ragcache_core.plan.segments import checked_segments
-from ragcache_core.planner.speculation import common_tokens
+from ragcache_core.scheduling.priority import GUESS_BAND
 from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_gateway.engines import engine_load
-from ragcache_gateway.speculation.prefill import PREFILL_PRIORITY
 from ragcache_wire.v1 import retriever_pb2
 from tests.integration.gateway.test_engines import Fleet, fleet
 from tests.kit.gateway import (
@@ -25,6 +24,7 @@ from tests.kit.gateway import (
     FakeEngine,
     HeldStage,
     World,
+    band_of,
     bearer,
     chunk,
     data_of,
@@ -87,12 +87,12 @@ async def test_a_probable_guess_is_computed_while_the_search_runs(gateway: World
     gateway.retriever.stages = [stage]
     asking = asyncio.create_task(gateway.ask(temperature=0.7, seed=3))
     prefill = await arrival(gateway, 1)
-    assert (prefill["priority"], prefill["max_tokens"]) == (PREFILL_PRIORITY, 1)
+    assert (band_of(prefill), prefill["max_tokens"]) == (GUESS_BAND, 1)
     stage.go_on.set()
     assert text_of(await asking) == ANSWER
     _, question = gateway.engine.requests
     assert question["prompt"] == prefill["prompt"]
-    assert "priority" not in question
+    assert band_of(question) == 0
     assert (question["temperature"], question["seed"]) == (0.7, 3)
     # The engine may store and load the same for both.
     plans = [plan_of(one) for one in (prefill, question)]
@@ -317,7 +317,7 @@ async def test_a_new_system_prompt_is_computed_while_the_search_runs(
         text_of(await asking)
     # The second question with this system prompt needs no warm-up.
     _, _, question, _ = gateway.engine.requests
-    assert (warm_up["priority"], warm_up["max_tokens"]) == (PREFILL_PRIORITY, 1)
+    assert (band_of(warm_up), warm_up["max_tokens"]) == (GUESS_BAND, 1)
     head = len(warm_up["prompt"])
     assert 0 < head < len(question["prompt"])
     assert question["prompt"][:head] == warm_up["prompt"]
@@ -409,8 +409,8 @@ async def test_a_wrong_or_failed_guess_on_another_engine_does_not_take_the_quest
     two.retriever.stages = None
     busy = asyncio.create_task(two.ask(stream=True))
     await having.waiting.wait()
-    # The engine that has the documents is busy, and nothing is cached of the guess but its head.
-    stage = HeldStage([hit("wrong.md"), hit("also-wrong.md")], 0.99)
+    # The engine that has the documents is busy, and of the guess only the short head is cached.
+    stage = HeldStage([hit(f"wrong-{number}.md") for number in range(8)], 0.99)
     two.retriever.stages = [stage]
     asking = asyncio.create_task(two.ask())
     await until(lambda: len(other.requests) == 1)

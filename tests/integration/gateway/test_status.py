@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from ragcache_wire.watched.members import FixedMembers
-from tests.kit.gateway import World, serving, until_status, world
+from tests.kit.gateway import MODEL, World, serving, until_status, world
 
 
 async def test_the_status_says_whether_an_engine_has_answered(gateway: World) -> None:
@@ -19,9 +19,15 @@ async def test_the_status_says_whether_an_engine_has_answered(gateway: World) ->
     port = gateway.config.engines[0].http_port
     assert endpoint == {
         "address": f"127.0.0.1:{port}",
+        "model": MODEL,
+        "role": "both",
         "ready": True,
         "problem": None,
         "in_flight": 0,
+        "queue_s": 0.0,
+        "waiting": 0,
+        "decoding": 0,
+        "free_tokens": None,
     }
     assert gateway.engine.probes >= 1
 

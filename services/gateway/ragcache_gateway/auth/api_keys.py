@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -41,10 +41,18 @@ class ApiKeys:
             path, _parse, table, name="api keys", describe=_describe, clock=clock
         )
         self._builtin = builtin
+        self._weights = (table, table.weights)
 
     def find(self, key: str) -> Caller | None:
         """Return the caller of a key, or None for an unknown key."""
         return self._file.current().find(key) or self._builtin.find(key)
+
+    def weights(self) -> Mapping[str | None, float]:
+        """Return the weights of the tenants that have a key now; None: callers without one."""
+        table = self._file.current()
+        if table is not self._weights[0]:
+            self._weights = (table, table.weights)
+        return self._weights[1]
 
     def tenants(self) -> frozenset[str]:
         """Return every tenant that has a key now."""
@@ -60,6 +68,11 @@ def api_keys(settings: GatewaySettings) -> ApiKeys | None:
     if settings.api_keys_file is None:
         return None
     return ApiKeys(settings.api_keys_file, builtin_table(dict(settings.builtin_keys)))
+
+
+def tenant_weights(keys: ApiKeys | None) -> Callable[[], Mapping[str | None, float]]:
+    """Return what returns the weights of the tenants that may ask; None: requests need no key."""
+    return dict[str | None, float] if keys is None else keys.weights
 
 
 def _parse(content: bytes) -> KeyTable:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ragcache_core.background.idle_gaps import IdleGaps
 from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.scheduling.priority import BACKGROUND_BAND, QueuePosition
 from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.engines.completion import completion_body
 from ragcache_gateway.engines.pool import EnginePool
@@ -27,10 +28,6 @@ from ragcache_gateway.tasks import BackgroundTasks
 from ragcache_gateway.telemetry.metrics import Metrics
 
 IDLE_POLL_S = 0.02
-
-LOWEST_PRIORITY = (1 << 31) - 1
-"""Priority of requests in an idle window. In vLLM a lower number comes first and a question has 0.
-The priority has an effect where the engine schedules by priority."""
 
 
 class IdleWindows:
@@ -112,7 +109,11 @@ class IdleEngines:
     def body(self, plan: ReusePlan, token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
         """Make the body of a request of background work."""
         return completion_body(
-            self.model, token_ids, plan, max_tokens=max_tokens, priority=LOWEST_PRIORITY
+            self.model,
+            token_ids,
+            plan,
+            max_tokens=max_tokens,
+            position=QueuePosition(BACKGROUND_BAND),
         )
 
 

@@ -72,6 +72,9 @@ class QualityGate(BackgroundTasks):
         super().__init__()
         self._model = model
         self._space = model.space.digest().hex()
+        # Models share the retriever.
+        self._report_name = f"{REPORT_NAME}-{self._space}"
+        self._trials_name = f"{TRIALS_NAME}-{self._space}"
         self._template = template
         self._wanted_quality = wanted_quality
         self._max_recompute_share = max_recompute_share
@@ -137,7 +140,7 @@ class QualityGate(BackgroundTasks):
                 "or its template is not that of the served model",
                 "measure again with `ragcache quality`",
             )
-        await self._retriever.put_report(REPORT_NAME, json.dumps(report.to_json()).encode())
+        await self._retriever.put_report(self._report_name, json.dumps(report.to_json()).encode())
         self.report = report
         return report
 
@@ -147,7 +150,7 @@ class QualityGate(BackgroundTasks):
         return report.wanted_quality or DEFAULT_WANTED_QUALITY
 
     async def _refresh(self) -> None:
-        value = await self._read(REPORT_NAME)
+        value = await self._read(self._report_name)
         if value is not None:
             report = QualityReport.from_json(value)
             self.report = report if report.is_of(self._space, self._template) else None
@@ -156,10 +159,10 @@ class QualityGate(BackgroundTasks):
         decision = self._trials.decision
         if decision.decided and decision != self._saved_decision:
             saved = self._decision_json(decision)
-            await self._retriever.put_report(TRIALS_NAME, json.dumps(saved).encode())
+            await self._retriever.put_report(self._trials_name, json.dumps(saved).encode())
             self._saved_decision = decision
         else:
-            found = self._parse_decision(await self._read(TRIALS_NAME))
+            found = self._parse_decision(await self._read(self._trials_name))
             if found is not None:
                 self._trials.adopt(found)
                 self._saved_decision = self._trials.decision

@@ -97,6 +97,7 @@ def _values(body: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
 MAX_MESSAGES = 16_384
 MAX_PARTS = 16_384
 MAX_SEARCHES = 8
+MAX_DEADLINE_MS = 3_600_000
 
 _TEXT_ONLY: Final = "leave it out; messages and answers are text"
 
@@ -180,6 +181,9 @@ class StreamOptions(BaseModel):
     )
 
 
+DeadlineMilliseconds = Annotated[int, Field(ge=1, le=MAX_DEADLINE_MS, strict=True), INTEGRAL]
+
+
 class RagCacheOptions(SearchOptions):
     """Which documents the answer comes from, and which stored KV it may use."""
 
@@ -253,6 +257,15 @@ class RagCacheOptions(SearchOptions):
             "for chats and responses that are texts."
         ),
     )
+    deadline_ms: DeadlineMilliseconds | None = Field(
+        default=None,
+        description=(
+            "Milliseconds from the arrival of the request until its first token must have come; "
+            "without `stream`, until the whole answer must have. A question that is predicted to "
+            "be late is answered with 429, and one whose time has passed with 504. The header "
+            "X-RagCache-Deadline-Ms sets it, too; the lower one counts."
+        ),
+    )
     explain: bool = Field(
         default=False,
         strict=True,
@@ -278,6 +291,11 @@ class RagCacheOptions(SearchOptions):
     def retrieves(self, *, default: bool) -> bool:
         """Whether the answer comes from documents."""
         return default if self.retrieve is None else self.retrieve
+
+    def lower_deadline(self, deadline_ms: int | None) -> None:
+        """Apply a second deadline, in milliseconds: the lower one counts."""
+        if deadline_ms is not None:
+            self.deadline_ms = min(deadline_ms, self.deadline_ms or deadline_ms)
 
     def check_events(self, stream: bool | None) -> None:
         """Refuse events for an answer in one piece. Raises InvalidInput."""

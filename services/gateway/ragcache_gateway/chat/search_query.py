@@ -16,6 +16,7 @@ from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.plan.prompt import plan_exact
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.retrieval.query_rewriting import condense, rewrite_query
+from ragcache_core.scheduling.priority import QueuePosition
 from ragcache_gateway.chat.search import SearchResult
 from ragcache_gateway.engines.completion import completion_body
 from ragcache_gateway.engines.pool import EnginePool
@@ -136,9 +137,10 @@ class QueryWriter:
             prompt.prompt.token_ids,
             plan,
             max_tokens=MAX_QUERY_TOKENS,
-            priority=self.caller.priority,
-            stop=("\n",),
+            position=QueuePosition(self.caller.priority),
+            text=prompt.text,
         )
+        body["stop"] = ["\n"]
         texts = []
         async with AsyncExitStack() as stack:
             _, completion = await self.engines.complete(body, stack)

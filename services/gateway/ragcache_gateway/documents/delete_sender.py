@@ -22,10 +22,10 @@ from functools import partial
 from hashlib import blake2b
 
 from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key_of_digest
+from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, chunk_key_of_digest
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.store_api import Deletion
-from ragcache_gateway.prompts.reuse_mode import ServedModel
+from ragcache_gateway.prompts.model_runtime import ModelRuntime
 from ragcache_gateway.tasks import BackgroundTasks
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
@@ -63,6 +63,27 @@ def _id_in(domain: str, delete: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
+class DigestSpaces:
+    """KV spaces of the served models, for the digests of chunks that the retriever has.
+
+    Args:
+        named: Those of models with the tokenizer of the digests.
+        has_others: Whether there are further ones. In them the digests name nothing, so the KV of a
+            document is deleted there by the document's name.
+    """
+
+    named: tuple[KVSpace, ...]
+    has_others: bool = False
+
+    @classmethod
+    def of(cls, models: Sequence[ModelRuntime]) -> DigestSpaces:
+        """Return the spaces of models. The first one has the tokenizer of the digests."""
+        tokenizer = models[0].prompts.tokenizer_identity
+        alike = [one for one in models if one.prompts.tokenizer_identity == tokenizer]
+        return cls(tuple(one.served.space for one in alike), len(alike) < len(models))
+
+
+@dataclass(frozen=True, slots=True)
 class _Attempt:
     """One attempt to send a delete.
 
@@ -89,13 +110,14 @@ class DeleteSender(BackgroundTasks):
     """Sends deletes, and tells the outbox which of them the shards have acknowledged.
 
     Args:
+        spaces: KV spaces in which chunks have keys.
         domains: Returns every access domain that may hold KV of a document.
         now_ms: Returns the Unix time.
     """
 
     def __init__(
         self,
-        model: ServedModel,
+        spaces: DigestSpaces,
         domains: Callable[[], Sequence[str]],
         retriever: RetrieverClient,
         store: AsyncShardedStore,
@@ -103,7 +125,7 @@ class DeleteSender(BackgroundTasks):
         now_ms: Callable[[], int] = _unix_ms,
     ) -> None:
         super().__init__()
-        self._model = model
+        self._spaces = spaces
         self._domains = domains
         self._retriever = retriever
         self._store = store
@@ -229,18 +251,30 @@ class DeleteSender(BackgroundTasks):
             return 0
 
     def _deletions(self, delete: pb.OutboxDelete) -> list[Deletion]:
-        return [self._deletion(delete, domain) for domain in self._domains()]
+        return [
+            self._deletion(delete, domain, number)
+            for domain in self._domains()
+            for number in range(len(self._spaces.named) if delete.token_digests else 1)
+        ]
 
-    def _deletion(self, delete: pb.OutboxDelete, domain: str) -> Deletion:
-        names_domain = delete.names_document or delete.everything
-        space = self._model.space
+    def _deletion(self, delete: pb.OutboxDelete, domain: str, number: int) -> Deletion:
+        """Return what is deleted in a domain of the chunks of a space.
+
+        With the first space, all is deleted that the document's name has in any space.
+        """
+        names_document = number == 0 and (
+            delete.names_document or (self._spaces.has_others and bool(delete.token_digests))
+        )
+        names_domain = names_document or (number == 0 and delete.everything)
+        space = self._spaces.named[number]
         return Deletion(
-            id=_id_in(domain, delete.id),
+            # Each space has a deletion of its own, because a shard bounds the chunks of one.
+            id=_id_in(f"{domain}\0{number}" if number else domain, delete.id),
             chunks=tuple(
                 chunk_key_of_digest(space, domain, digest) for digest in delete.token_digests
             ),
             documents=(document_name(delete.collection, delete.document_id),)
-            if delete.names_document
+            if names_document
             else (),
             domain=domain if names_domain else "",
             # The time of a delete is the one at which it first reaches a shard.

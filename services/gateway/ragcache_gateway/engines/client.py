@@ -6,18 +6,24 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
+import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final, Literal
 
 import orjson
 
+from ragcache_core.cluster.engine_queue import EngineQueue
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
+from ragcache_core.planner.request_plan import EngineRole
+from ragcache_core.scheduling.decode_pace import DecodePace
+from ragcache_core.scheduling.waiting_work import WaitingWork
 from ragcache_gateway.engines.completion import (
     CHAT_COMPLETIONS,
-    COMPLETIONS,
     ENGINE,
     MAX_LOOP_TOKENS,
     Usage,
@@ -28,7 +34,9 @@ from ragcache_gateway.engines.completion import (
     num_prompt_tokens,
     request_id_headers,
     usage_of,
+    with_number,
     without_plan,
+    without_text,
 )
 from ragcache_gateway.engines.completion_stream import (
     Completion,
@@ -40,36 +48,41 @@ from ragcache_gateway.engines.connections import (
     AllConnectionsUsed,
     ConnectFailed,
     ConnectionProblem,
+    ConnectionTimes,
     EngineConnections,
     EngineResponse,
 )
+from ragcache_gateway.engines.liveness import Liveness
+from ragcache_gateway.engines.openai_api import AnswerReader, openai_body, takes_token_ids
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.settings import GatewaySettings
+from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.telemetry import span_attributes
 from ragcache_wire.tracing import Attribute, Span, SpanKind, Tracer
 from ragcache_wire.v1 import engine_pb2
+from ragcache_wire.watched.bearer_key import BearerKey
 from ragcache_wire.watched.limits import Limits
 
 
-def start_completion_span(tracer: Tracer, address: str, body: Mapping[str, Any]) -> Span:
+def start_completion_span(tracer: Tracer, base_url: str, body: Mapping[str, Any]) -> Span:
     """Start the span of one attempt, as a child of the current span.
 
     Args:
-        address: ``host:port`` of the engine.
+        base_url: ``http://host:port`` of the engine.
         body: Body of the request.
     """
     span = tracer.start_child("engine", SpanKind.CLIENT)
     if not span.is_recording:
         return span
     path = endpoint_of(body)
-    host, _, port = address.rpartition(":")
+    host, _, port = base_url.partition("://")[2].rpartition(":")
     call: dict[str, Attribute] = {
         "http.request.method": "POST",
         "server.address": host.strip("[]"),
         "server.port": int(port),
-        "url.full": f"http://{address}{path}",
+        "url.full": f"{base_url}{path}",
     }
     span.set(**call, **span_attributes.model_call(body, is_chat=path == CHAT_COMPLETIONS))
     if span.has_content:
@@ -112,39 +125,78 @@ def record_end(span: Span, usage: Usage | None, last: Mapping[str, Any] | None, 
 
 log = logging.getLogger(__name__)
 
+Api = Literal["ragcache", "vllm", "openai"]
+"""What an engine takes: token ids and plans, token ids alone, or OpenAI's fields alone."""
+
+
+def host_and_port(address: str, port: int) -> str:
+    """Join an IP address and a port to ``host:port``."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
 MAX_ERROR_BYTES = 64 << 10
 MAX_WHOLE_BYTES = 64 << 20
 """Largest answer in one piece. Log probabilities of every prompt token take megabytes."""
 # vLLM's server closes idle connections after 5 s. A request sent while it closes one would fail.
 _KEEPALIVE_S = 2.0
 _WRITE_TIMEOUT_S = 10.0
+_SENDER_BYTES = 8
 _JSON = {"content-type": "application/json"}
-# Generous: a long prefill on few cores slows the engine's HTTP server down, and busy is healthy.
-_HEALTH_TIMEOUT_S = 10.0
+_KEY_REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a request is predicted to take from its engine before the first token.
+
+    Attributes:
+        seconds: Of its load and its prefill; 0: not known.
+        is_background: It has a low priority, so no question waits for it.
+    """
+
+    seconds: float = 0.0
+    is_background: bool = False
+
+
+_UNKNOWN_WORK: Final = Work()
 
 
 class Engine:
     """Client of one engine, and whether the engine has answered since it last failed.
 
+    ``address`` is ``host:port`` of its HTTP server. ``records`` is that of its gRPC server of
+    records and of the feed. None: the engine runs without RagCache. It gets no plans and has no
+    records. Its API is found out at the first request, and again after a failure.
+
     Args:
-        address: ``host:port`` of its HTTP server.
-        records: ``host:port`` of its gRPC server of records and of the feed. None: the engine runs
-            without RagCache. It gets no plans and has no records.
+        group: How it is reached, and what it is.
+        ip: Its IP address; with TLS its host name, which certificates have.
+
+    Attributes:
+        role: What it does for a request, where an engine of another role can do the rest.
     """
 
     def __init__(
         self,
-        address: str,
-        records: str | None,
+        group: EngineAddress,
+        ip: str,
         settings: GatewaySettings,
         limits: Limits,
         metrics: Metrics,
         tracer: Tracer,
     ) -> None:
-        self.address = address
-        self.records = records
+        self.address = address = host_and_port(ip, group.http_port)
+        self.role: EngineRole = group.role
+        records = group.records_port
+        self.records = None if records is None else host_and_port(ip, records)
+        self.base_url = f"http{'s' * group.is_tls}://{address}"
+        self._served_name = group.served_name
+        self._key = None if group.key_file is None else BearerKey(group.key_file)
+        self._api: Api | None = None if records is None else "ragcache"
         self.in_flight = 0
-        self.pending = 0  # of those in flight, the ones without a first token
+        self.queue = EngineQueue(os.urandom(_SENDER_BYTES).hex())
+        self.pace = DecodePace()  # of its answers to this gateway
+        self.waiting = WaitingWork()  # this gateway's questions without a first token
         self.failure: str | None = "it has not answered yet"
         self._idle = asyncio.Event()
         self._idle.set()
@@ -153,15 +205,21 @@ class Engine:
         self._tracer = tracer
         self._in_flight_gauge = metrics.engine_in_flight.labels(address)
         self._failures = metrics.engine_failures.labels(address)
-        self._records = EngineClient(records) if records is not None else None
+        self._records = EngineClient(self.records) if self.records is not None else None
         self._connections = EngineConnections(
             address,
+            ConnectionTimes(settings.engine_connect_timeout_s, _WRITE_TIMEOUT_S, _KEEPALIVE_S),
+            authority=group.authority,
+            tls=ssl.create_default_context() if group.is_tls else None,
             # The pool of questions bounds the requests.
             max_connections=None,
-            connect_timeout_s=settings.engine_connect_timeout_s,
-            write_timeout_s=_WRITE_TIMEOUT_S,
-            keepalive_s=_KEEPALIVE_S,
         )
+        self._liveness = Liveness(self._connections, self.queue)
+
+    @property
+    def takes_token_ids(self) -> bool:
+        """Whether it is known to take token ids, as vLLM does."""
+        return self._api in ("ragcache", "vllm")
 
     async def close(self) -> None:
         """Close every connection."""
@@ -182,6 +240,7 @@ class Engine:
         stack: AsyncExitStack,
         request_id: str | None = None,
         on_accepted: Callable[[str], None] | None = None,
+        work: Work = _UNKNOWN_WORK,
     ) -> Completion:
         """Start a streamed completion and wait for its first token; the caller sets the deadline.
 
@@ -190,21 +249,24 @@ class Engine:
         Args:
             request_id: Id of the answer; None: the engine chooses one.
             on_accepted: Gets the engine's address when it has accepted the request.
+            work: Counts in the engine's queue until the engine counts it itself.
 
         Raises:
             Unavailable: The engine failed; RequestNotSent if it never got the request.
             InvalidInput: The engine refused the request.
         """
-        span = start_completion_span(self._tracer, self.address, body)
+        span = start_completion_span(self._tracer, self.base_url, body)
         try:
             async with AsyncExitStack() as attempt:
-                with self._counted_as_pending():
+                with self._queued(body, work) as queued:
                     async with self._ended_with_waiting():
-                        response = await self._start(body, attempt, span, request_id)
+                        response = await self._start(queued, attempt, span, request_id)
                         if on_accepted is not None:
                             on_accepted(self.address)
                         timeout_s = self._limits.current().next_token_timeout_s
-                        completion = Completion(response, timeout_s, span)
+                        reader = self._reader(body, request_id)
+                        read = None if reader is None else reader.event
+                        completion = Completion(response, timeout_s, span, read)
                         await completion.wait_for_first()
                 record_first_token(span)
                 stack.push_async_exit(attempt.pop_all())
@@ -216,7 +278,11 @@ class Engine:
         return completion
 
     async def complete_whole(
-        self, body: Mapping[str, Any], stack: AsyncExitStack, request_id: str | None = None
+        self,
+        body: Mapping[str, Any],
+        stack: AsyncExitStack,
+        request_id: str | None = None,
+        work: Work = _UNKNOWN_WORK,
     ) -> WholeCompletion:
         """Have the engine answer in one piece; the caller sets the deadline.
 
@@ -225,13 +291,17 @@ class Engine:
 
         Raises as ``complete``.
         """
-        span = start_completion_span(self._tracer, self.address, body)
+        span = start_completion_span(self._tracer, self.base_url, body)
         sent_s = time.perf_counter()
         try:
             async with AsyncExitStack() as attempt:
-                async with self._ended_with_waiting():
-                    response = await self._start(body, attempt, span, request_id)
-                whole = WholeCompletion(await _read_whole(response), sent_s, span)
+                with self._queued(body, work) as queued:
+                    async with self._ended_with_waiting():
+                        response = await self._start(queued, attempt, span, request_id)
+                answer = await _read_whole(response)
+                if (reader := self._reader(body, request_id)) is not None:
+                    reader.whole(answer)
+                whole = WholeCompletion(answer, sent_s, span)
                 stack.push_async_exit(attempt.pop_all())
         except BaseException as error:
             span.end(error)
@@ -252,8 +322,26 @@ class Engine:
         attempt.callback(response.release)
         span.set(**{"http.response.status_code": response.status})
         if response.status != HTTPStatus.OK:
-            raise error_from_response(response.status, await _read_error(response))
+            raise self._error(response.status, await _read_error(response))
         return response
+
+    def _reader(self, body: Mapping[str, Any], request_id: str | None) -> AnswerReader | None:
+        """Return what completes the answer to a body; None: the engine's own form is right."""
+        if self._api != "openai" and self._served_name is None:
+            return None
+        return AnswerReader(body["model"], request_id)
+
+    def _error(self, status: int, content: bytes) -> RagCacheError:
+        """Return the error that a response stands for, without the key that it may repeat."""
+        if self._key is not None:
+            content = self._key.hidden_in(content)
+        error = error_from_response(status, content)
+        if status not in _KEY_REFUSED:
+            return error
+        fix = "set engines[].keySecret" if self._key is None else "correct engines[].keySecret"
+        return Unavailable(
+            ENGINE, f"it refuses the gateway's API key, {fix}: {describe_error(error)}"
+        )
 
     async def request_record(self, request: str) -> engine_pb2.RequestRecord:
         """Fetch the engine's record of a request. Raises NotFound, or Unavailable."""
@@ -274,13 +362,16 @@ class Engine:
             unanswered.reschedule(now_s)
         self._unanswered.clear()
 
-    async def probe(self, body: Mapping[str, Any]) -> bool:
-        """Ask for an answer of one token and return whether it came. Never raises."""
+    async def probe(self, body: Mapping[str, Any]) -> None:
+        """Ask for an answer of one token. If it comes, the engine is healthy. Never raises."""
         try:
             async with asyncio.timeout(self._limits.current().first_token_timeout_s):
-                status, content = await self._ask("POST", COMPLETIONS, encode_body(body))
+                if self.records is None:  # another server may have taken its place
+                    await self._find_api()
+                path, sent = await self._encode(body)
+                status, content = await self._ask("POST", path, sent)
             if status != HTTPStatus.OK:
-                raise error_from_response(status, content)
+                raise self._error(status, content)
         except TimeoutError:
             timeout_s = self._limits.current().first_token_timeout_s
             self.failure = f"no token came within {timeout_s:g} s"
@@ -288,22 +379,25 @@ class Engine:
             self.failure = describe_error(error)
         else:
             self.failure = None
-            return True
-        return False
 
-    async def check_health(self) -> bool:
-        """Call the engine's health endpoint and return whether it is healthy. Never raises."""
+    async def check_health(self) -> None:
+        """Call the engine's health endpoint, and record a failure. Never raises.
+
+        Other servers than vLLM have no such endpoint in common. They list their models instead.
+        """
+        is_openai = self._api == "openai"
         try:
-            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                status, _ = await self._ask("GET", "/health")
-            if status == HTTPStatus.OK:
-                return True
-            self._record_failure(f"its health check answered {status}")
-        except TimeoutError:
-            self._record_failure(f"its health check took longer than {_HEALTH_TIMEOUT_S:g} s")
-        except ConnectionProblem as error:
+            path = "/v1/models" if is_openai else "/health"
+            status, content = await self._liveness.check(self._ask("GET", path))
+            if status in _KEY_REFUSED:
+                raise self._error(status, content)
+            is_served = is_openai and status < HTTPStatus.INTERNAL_SERVER_ERROR
+            if status != HTTPStatus.OK and not is_served:
+                self._record_failure(f"its health check answered {status}")
+                return
+            self._liveness.raise_if_stalled()
+        except (ConnectionProblem, RagCacheError) as error:
             self._record_failure(describe_error(error))
-        return False
 
     def record_failure(self, error: RagCacheError) -> None:
         """Record that the engine failed a request, until it answers again."""
@@ -314,12 +408,15 @@ class Engine:
         self.failure = problem
 
     @contextlib.contextmanager
-    def _counted_as_pending(self) -> Generator[None, None, None]:
-        self.pending += 1
+    def _queued(
+        self, body: Mapping[str, Any], work: Work
+    ) -> Generator[Mapping[str, Any], None, None]:
+        """Count a request in the queue, and give its body with its number."""
+        sent = self.queue.begin(work.seconds, is_background=work.is_background)
         try:
-            yield
+            yield with_number(body, sent)
         finally:
-            self.pending -= 1
+            self.queue.end(sent)
 
     @contextlib.asynccontextmanager
     async def _ended_with_waiting(self) -> AsyncGenerator[None, None]:
@@ -340,25 +437,53 @@ class Engine:
 
     def _add_in_flight(self, count: int) -> None:
         self.in_flight += count
+        self._liveness.set_busy(is_busy=self.in_flight > 0)
         if self.in_flight:
             self._idle.clear()
         else:
             self._idle.set()
         self._in_flight_gauge.set(self.in_flight)
 
+    async def _encode(self, body: Mapping[str, Any]) -> tuple[str, bytes]:
+        """Return the path and the JSON of a request, as the engine takes it."""
+        api = self._api or await self._find_api()
+
+        def encode() -> tuple[str, bytes]:
+            sent = _body_for(api, body)
+            if self._served_name is not None:
+                sent["model"] = self._served_name
+            return endpoint_of(sent), encode_body(sent)
+
+        is_short = num_prompt_tokens(body) <= MAX_LOOP_TOKENS
+        return encode() if is_short else await asyncio.to_thread(encode)
+
+    async def _find_api(self) -> Api:
+        """Ask an engine without RagCache what it is."""
+        status, content = await self._ask("GET", "/version")
+        found: Api = "openai"
+        if status == HTTPStatus.OK and takes_token_ids(content):
+            found = "vllm"
+        if found != self._api:
+            log.info("engine pool: found its API engine=%s api=%s", self.address, found)
+        self._api = found
+        return found
+
+    def _headers(self) -> dict[str, str]:
+        """Return the headers of every request. Raises Unavailable if there is no key yet."""
+        if self._key is None:
+            return dict(_JSON)
+        key = self._key.current()
+        if not key:
+            problem = f"its API key is missing in {self._key.path}, set engines[].keySecret"
+            raise Unavailable(ENGINE, problem)
+        return {**_JSON, "authorization": f"Bearer {key}"}
+
     async def _post(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> EngineResponse:
-        if self._records is None:
-            body = without_plan(body)
-        if num_prompt_tokens(body) <= MAX_LOOP_TOKENS:
-            content = encode_body(body)
-        else:
-            content = await asyncio.to_thread(encode_body, body)
-        headers = {**headers, **_JSON}
+        headers = {**headers, **self._headers()}
         for is_last_attempt in (False, True):
             try:
-                return await self._connections.request(
-                    "POST", endpoint_of(body), body=content, headers=headers
-                )
+                path, content = await self._encode(body)
+                return await self._connections.request("POST", path, body=content, headers=headers)
             except AllConnectionsUsed as error:
                 raise RequestNotSent(ENGINE, describe_error(error)) from error
             except ConnectFailed as error:
@@ -370,8 +495,12 @@ class Engine:
         raise AssertionError("the loop returns or raises")
 
     async def _ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """Return the status and the beginning of a response. Raises ConnectionProblem."""
-        response = await self._connections.request(method, path, body=body, headers=_JSON)
+        """Return the status and the beginning of a response.
+
+        Raises ConnectionProblem, or Unavailable without a key.
+        """
+        headers = self._headers()
+        response = await self._connections.request(method, path, body=body, headers=headers)
         try:
             return response.status, await response.read_all(MAX_ERROR_BYTES)
         finally:
@@ -379,22 +508,23 @@ class Engine:
 
 
 async def watch_health(
-    engine: Engine, probe: Mapping[str, Any], every_s: float, on_failed: Callable[[Engine], None]
+    engine: Engine, probe: Mapping[str, Any], every_s: float, on_checked: Callable[[], None]
 ) -> None:
     """Keep the engine's state current while no request shows it; runs until cancelled.
 
+    An engine that has failed gets no questions until it has answered a probe.
+
     Args:
         probe: Body of a request for one token, for an engine that has failed.
-        on_failed: Is called after each check or probe that the engine has failed.
+        on_checked: Is called after each check or probe.
     """
     logged_failure = engine.failure
     while True:
         if engine.failure is None:
-            is_healthy = await engine.check_health()
+            await engine.check_health()
         else:
-            is_healthy = await engine.probe(probe)
-        if not is_healthy:
-            on_failed(engine)
+            await engine.probe(probe)
+        on_checked()
         if engine.failure != logged_failure:
             logged_failure = engine.failure
             if logged_failure is None:
@@ -406,6 +536,16 @@ async def watch_health(
                     logged_failure,
                 )
         await asyncio.sleep(every_s)
+
+
+def _body_for(api: Api, body: Mapping[str, Any]) -> dict[str, Any]:
+    match api:
+        case "ragcache":
+            return without_text(body)
+        case "vllm":
+            return without_plan(without_text(body))
+        case "openai":
+            return openai_body(body)
 
 
 def _end_stream(completion: Completion) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,15 @@ import numpy.typing as npt
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ragcache_core.cluster.sent_requests import SENT_FIELD, SentRequest
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.identity.keys import domain_salt
 from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
 from ragcache_core.plan.signature import SIGNATURE_FIELD, sign
+from ragcache_core.scheduling.priority import QueuePosition
+from ragcache_gateway.prompts.builder import AnswerPrompt, TemplateFrame
+from ragcache_gateway.prompts.prompt_text import PromptText
 from ragcache_gateway.prompts.reuse_mode import ServedModel
 from ragcache_wire.watched.signing_keys import SigningKeys
 
@@ -29,6 +34,10 @@ TRANSFER_PARAMS = "kv_transfer_params"
 MAX_LOOP_TOKENS = 8192
 """Prompts of at most this length are planned and encoded in the event loop's thread, in about 0.1
 ms. Threads take longer to change, and longer prompts would delay other streams."""
+
+PROMPT_TEXT = "prompt_text"
+"""Key of a body with its prompt as text (``PromptText``). No engine gets the key itself: those of
+vLLM get the token ids, and others what ``openai_api.openai_body`` makes of the text."""
 
 PROMPT_TOKEN_IDS = "prompt_token_ids"
 """Field of a chat's transfer parameters with the prompt."""
@@ -97,9 +106,13 @@ def finish_reasons(body: Mapping[str, Any]) -> list[str]:
 def text_of(body: Mapping[str, Any]) -> str:
     """Return the text of the first choice of an answer, or of a chunk of its stream."""
     for choice in body.get("choices") or ():
-        part = choice.get("message") or choice.get("delta") or {}
-        return str(choice.get("text") or part.get("content") or "")
+        return _text_of_choice(choice)
     return ""
+
+
+def _text_of_choice(choice: Mapping[str, Any]) -> str:
+    part = choice.get("message") or choice.get("delta") or {}
+    return str(choice.get("text") or part.get("content") or "")
 
 
 def completion_body(
@@ -108,8 +121,8 @@ def completion_body(
     plan: ReusePlan,
     *,
     max_tokens: int,
-    priority: int,
-    stop: Sequence[str] = (),
+    position: QueuePosition,
+    text: PromptText | None = None,
 ) -> dict[str, Any]:
     """Make the body of a streamed, greedy completion of the gateway's own.
 
@@ -117,8 +130,8 @@ def completion_body(
     otherwise what is of the plan's domain.
 
     Args:
-        priority: Of the caller's key, or of background work.
-        stop: Texts that end the answer.
+        position: In the engine's queue, from now on.
+        text: The prompt as text. None: only an engine with RagCache gets it.
     """
     body: dict[str, Any] = {
         "model": model.name,
@@ -128,11 +141,11 @@ def completion_body(
         "stream_options": {"include_usage": True},
         TRANSFER_PARAMS: transfer_params(plan, token_ids, model.plan_keys),
         "temperature": 0.0,
-        **({"stop": list(stop)} if stop else {}),
+        **({PROMPT_TEXT: text} if text is not None else {}),
     }
     # No other request has the salt of a trial.
     salt = plan.request if plan.trial else domain_salt(plan.domain)
-    return with_engine_controls(body, cache_salt=salt, priority=priority)
+    return with_engine_controls(body, cache_salt=salt, position=position)
 
 
 def client_body(
@@ -155,7 +168,7 @@ def client_body(
 
 
 def with_prompt(
-    body: dict[str, Any], token_ids: Sequence[int], plan: ReusePlan, keys: SigningKeys | None
+    body: dict[str, Any], prompt: AnswerPrompt, plan: ReusePlan, keys: SigningKeys | None
 ) -> dict[str, Any]:
     """Return a client's body with the prompt that the gateway has built, and its plan.
 
@@ -163,23 +176,37 @@ def with_prompt(
     transfer parameters, removes them, and renders no template. It still parses tool calls and
     reasoning, and applies response formats, as the rest of the request says.
     """
-    params = transfer_params(plan, token_ids, keys)
-    ids = PackedIds.of(token_ids)
+    ids = prompt.prompt.token_ids
+    params = transfer_params(plan, ids, keys)
+    body = {**body, PROMPT_TEXT: prompt.text}
     if "messages" in body:
         return {**body, TRANSFER_PARAMS: {**params, PROMPT_TOKEN_IDS: ids}}
     return {**body, "prompt": ids, TRANSFER_PARAMS: params}
 
 
+def with_plan(body: dict[str, Any], plan: ReusePlan, keys: SigningKeys | None) -> dict[str, Any]:
+    """Return a body with another plan for its prompt."""
+    params = body[TRANSFER_PARAMS]
+    ids = params.get(PROMPT_TOKEN_IDS, body.get("prompt"))
+    return {**body, TRANSFER_PARAMS: {**params, **transfer_params(plan, ids, keys)}}
+
+
 def with_engine_controls(
-    body: dict[str, Any], *, cache_salt: str | None = None, priority: int = 0
+    body: dict[str, Any],
+    *,
+    cache_salt: str | None = None,
+    position: QueuePosition | None = None,
 ) -> dict[str, Any]:
     """Return a body with what controls the engine's prefix cache and its queue.
 
     Args:
         cache_salt: Separates this prompt in the engine's own prefix cache; None: not separated.
-        priority: A lower one goes first. 0 is not sent: not every engine schedules by priority.
+        position: In the engine's queue, for a request that is sent now.
     """
-    controls = {"cache_salt": cache_salt, "priority": priority or None}
+    controls = {
+        "cache_salt": cache_salt,
+        "priority": position and position.priority(time.time_ns() // 1_000_000),
+    }
     return body | {name: value for name, value in controls.items() if value is not None}
 
 
@@ -230,12 +257,12 @@ def transfer_params(
     return {"ragcache": encoded, SIGNATURE_FIELD: signature}
 
 
-def prefill_body(body: Mapping[str, Any], priority: int) -> dict[str, Any]:
+def prefill_body(body: Mapping[str, Any], position: QueuePosition) -> dict[str, Any]:
     """Make the body that has an engine compute the prompt of another body, and one token after it.
 
     Args:
         body: As ``with_prompt`` has made it.
-        priority: In vLLM a lower number comes first.
+        position: In the engine's queue, from now on.
     """
     params = dict(body[TRANSFER_PARAMS])
     prompt = params.pop(PROMPT_TOKEN_IDS, None) or body["prompt"]
@@ -247,8 +274,9 @@ def prefill_body(body: Mapping[str, Any], priority: int) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"include_usage": True},
         TRANSFER_PARAMS: params,
+        PROMPT_TEXT: body[PROMPT_TEXT],
     }
-    return with_engine_controls(prefill, cache_salt=body.get("cache_salt"), priority=priority)
+    return with_engine_controls(prefill, cache_salt=body.get("cache_salt"), position=position)
 
 
 def without_plan(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,14 +290,34 @@ def without_plan(body: Mapping[str, Any]) -> dict[str, Any]:
     return kept if token_ids is None else {**kept, TRANSFER_PARAMS: {PROMPT_TOKEN_IDS: token_ids}}
 
 
+def with_number(body: Mapping[str, Any], sent: SentRequest) -> Mapping[str, Any]:
+    """Return a body that names its request to the engine."""
+    params = body.get(TRANSFER_PARAMS, {})
+    return {**body, TRANSFER_PARAMS: {**params, SENT_FIELD: sent.to_field()}}
+
+
+def without_text(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body for an engine of vLLM, which gets token ids instead of the text."""
+    return {name: value for name, value in body.items() if name != PROMPT_TEXT}
+
+
 def plan_of(body: Mapping[str, Any]) -> object:
     """Return a body's plan, encoded."""
     return body[TRANSFER_PARAMS]["ragcache"]
 
 
-def probe_body(model: str, token_ids: Sequence[int]) -> dict[str, Any]:
-    """Make a body that asks for one token, to test whether an engine answers."""
-    return {"model": model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0}
+def probe_body(model: str, template: TemplateFrame) -> dict[str, Any]:
+    """Make a body that asks for one token, to test whether an engine answers.
+
+    Most prompts begin with the template's head, so the engine caches it.
+    """
+    return {
+        "model": model,
+        "prompt": list(template.head) or [0],
+        "max_tokens": 1,
+        "temperature": 0.0,
+        PROMPT_TEXT: template.text.head(),
+    }
 
 
 def parse_event(data: bytes) -> list[TextDelta | Usage]:
@@ -283,7 +331,7 @@ def parse_event(data: bytes) -> list[TextDelta | Usage]:
         if "error" in event:
             raise error_from_event(event)
         found: list[TextDelta | Usage] = [
-            TextDelta(str(choice.get("text") or ""), choice.get("finish_reason"))
+            TextDelta(_text_of_choice(choice), choice.get("finish_reason"))
             for choice in event.get("choices", ())
         ]
         if event.get("usage"):

@@ -143,13 +143,22 @@ class Completion:
         usage: The engine's count of tokens. None until the end, or if it did not come.
         last_chunk: Of a relayed stream, the chunk that ended the last choice; None before it.
         text: Text of the first choice so far, if the span exports content; else "".
+        num_relayed: Events that were passed on. Each has one token, unless the engine joins some.
 
     Args:
         span: Span of the attempt that started this completion.
+        read: Returns the data of an event as vLLM would send it; None to leave it out.
     """
 
-    def __init__(self, response: EngineResponse, next_token_timeout_s: float, span: Span) -> None:
+    def __init__(
+        self,
+        response: EngineResponse,
+        next_token_timeout_s: float,
+        span: Span,
+        read: Callable[[bytes], bytes | None] | None = None,
+    ) -> None:
         self._response = response
+        self._read_event = read
         self._timeout_s = next_token_timeout_s
         self._parser = SseParser()
         self._events: deque[bytes] = deque()
@@ -158,6 +167,7 @@ class Completion:
         self.usage: Usage | None = None
         self.last_chunk: dict[str, Any] | None = None
         self.text = ""
+        self.num_relayed = 0
         self.span = span
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
@@ -254,6 +264,7 @@ class Completion:
                 else:
                     passed.append(event)
             unfinished -= ended
+        self.num_relayed += len(passed)
         return passed
 
     async def wait_for_first(self) -> None:
@@ -319,7 +330,10 @@ class Completion:
 
     def _feed(self, data: bytes) -> None:
         try:
-            self._events.extend(event for event in self._parser.feed(data) if event != _DONE)
+            events = [event for event in self._parser.feed(data) if event != _DONE]
+            if self._read_event is not None:
+                events = [one for event in events if (one := self._read_event(event)) is not None]
+            self._events.extend(events)
         except ValueError as error:
             # The events that came before the error are given out first.
             self._error = Unavailable(ENGINE, f"it did not send an event stream: {error}")

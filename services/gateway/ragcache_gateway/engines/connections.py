@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final, cast
 
 import httptools
@@ -31,35 +34,52 @@ class AllConnectionsUsed(ConnectFailed):
     """No more connections to the engine are allowed."""
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionTimes:
+    """Limits on the times of connections, in seconds.
+
+    Attributes:
+        connect_s: To connect.
+        write_s: For the engine to take a request.
+        keepalive_s: A connection that was idle for longer is not used again.
+    """
+
+    connect_s: float
+    write_s: float
+    keepalive_s: float
+
+
 class EngineConnections:
     """Connections to one engine. Each carries one request at a time.
 
+    Attributes:
+        answered_s: When a part of an answer came last, on the clock of time.monotonic.
+
     Args:
         address: ``host:port`` of the engine.
+        authority: Host name and port of requests. None: the address.
+        tls: Checks the server's certificate. None: it serves plain HTTP.
         max_connections: Most connections at once. None: no limit.
-        connect_timeout_s: Time to connect.
-        write_timeout_s: Time for the engine to take a request.
-        keepalive_s: A connection that was idle for longer is not used again.
     """
 
     def __init__(
         self,
         address: str,
+        times: ConnectionTimes,
         *,
-        max_connections: int | None,
-        connect_timeout_s: float,
-        write_timeout_s: float,
-        keepalive_s: float,
+        authority: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        max_connections: int | None = None,
     ) -> None:
         host, _, port = address.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
-        self._host_header = f"host: {address}\r\n"
+        self._tls = tls
+        self._host_header = f"host: {authority or address}\r\n"
         self._max_connections = max_connections
-        self._connect_timeout_s = connect_timeout_s
-        self._write_timeout_s = write_timeout_s
-        self._keepalive_s = keepalive_s
+        self._times = times
         self._connections: set[_Connection] = set()
         self._num_connecting = 0
+        self.answered_s = 0.0
         self._idle: deque[tuple[float, _Connection]] = deque()  # the longest idle first
 
     def close(self) -> None:
@@ -78,6 +98,7 @@ class EngineConnections:
             ConnectionProblem: The engine closed the connection, or did not take the request.
         """
         connection = self._take_idle() or await self._connect()
+        connection.carries_answer = method == "POST"
         response = EngineResponse(connection, self)
         lines = [f"{method} {path} HTTP/1.1\r\n", self._host_header]
         lines += [f"{name}: {value}\r\n" for name, value in (headers or {}).items()]
@@ -86,10 +107,10 @@ class EngineConnections:
             connection.send(response, "".join(lines).encode("latin-1") + body)
             if connection.write_paused:
                 try:
-                    async with asyncio.timeout(self._write_timeout_s):
+                    async with asyncio.timeout(self._times.write_s):
                         await connection.drain()
                 except TimeoutError:
-                    seconds = f"{self._write_timeout_s:g} s"
+                    seconds = f"{self._times.write_s:g} s"
                     raise ConnectionProblem(f"it did not take a request in {seconds}") from None
             await response.wait_for_head()
         except BaseException:
@@ -101,7 +122,7 @@ class EngineConnections:
         """Keep a connection whose response is complete for the next request."""
         now = asyncio.get_running_loop().time()
         self._idle.append((now, connection))
-        while self._idle and now - self._idle[0][0] > self._keepalive_s:
+        while self._idle and now - self._idle[0][0] > self._times.keepalive_s:
             self._idle.popleft()[1].abort()
 
     def forget(self, connection: _Connection) -> None:
@@ -109,7 +130,7 @@ class EngineConnections:
         self._connections.discard(connection)
 
     def _take_idle(self) -> _Connection | None:
-        oldest_s = asyncio.get_running_loop().time() - self._keepalive_s
+        oldest_s = asyncio.get_running_loop().time() - self._times.keepalive_s
         while self._idle:
             since_s, connection = self._idle.pop()
             if connection.is_open and since_s >= oldest_s:
@@ -123,12 +144,12 @@ class EngineConnections:
             raise AllConnectionsUsed("all connections to it are in use")
         self._num_connecting += 1
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self._times.connect_s):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(self), self._host, self._port
+                    lambda: _Connection(self), self._host, self._port, ssl=self._tls
                 )
         except TimeoutError:
-            raise ConnectFailed(f"no connection within {self._connect_timeout_s:g} s") from None
+            raise ConnectFailed(f"no connection within {self._times.connect_s:g} s") from None
         except OSError as error:
             raise ConnectFailed(f"{type(error).__name__}: {error}") from error
         finally:
@@ -299,6 +320,7 @@ class _Connection(asyncio.Protocol):
         self.write_paused = False
         self.is_open = True
         self.may_be_reused = False
+        self.carries_answer = False  # and not a health check
         self.response: EngineResponse | None = None
 
     def send(self, response: EngineResponse, request: bytes) -> None:
@@ -334,6 +356,8 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        if self.carries_answer:
+            self._owner.answered_s = time.monotonic()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:

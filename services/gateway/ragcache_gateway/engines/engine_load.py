@@ -1,4 +1,4 @@
-"""What a prefill would cost in each engine, and how busy the engine is."""
+"""What a prefill would cost in each engine, and what each engine has to do."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from ragcache_core.cost.engine_costs import EngineCosts, QueueTime
+from ragcache_core.cluster.pending_work import EngineLoad
+from ragcache_core.cost.engine_costs import EngineCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_core.planner.speculation import GuessCost, Load
+from ragcache_core.scheduling.priority import QueuePosition
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.tasks import BackgroundTasks
 from ragcache_wire.v1 import engine_pb2
 
-REFRESH_S = 1.0
-"""Time between two requests for an engine's costs. Its queue is the part that changes fast."""
+REFRESH_S = 5.0
+"""Time between two requests for an engine's costs, which change slowly."""
 
 RECOMPUTED_TOKENS = 128
 """Tokens of a prefill that the question's own request computes again, at most: vLLM keeps full
@@ -27,31 +28,18 @@ blocks, and those of a CPU have 128 tokens."""
 _FIRST_REFRESH_S = 1.0
 
 
-@dataclass(slots=True)
-class _Known:
-    """The latest costs of one engine, and how long requests wait in it.
-
-    ``own_queue`` is of this gateway's questions. ``all_queues`` is of the requests of all gateways,
-    prefills included, as the engine has measured it.
-    """
-
-    costs: EngineCosts | None = None
-    own_queue: QueueTime = field(default_factory=QueueTime)
-    all_queues: QueueTime = field(default_factory=QueueTime)
-
-
 class EngineLoads(BackgroundTasks):
     """Costs and load of all engines. For one event loop.
 
     Args:
-        clock: Returns seconds.
+        clock: Returns seconds, of the clock that the engines' queues have.
     """
 
     def __init__(self, engines: EnginePool, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self.engines = engines
         self._clock = clock
-        self._known: dict[str, _Known] = {}
+        self._costs: dict[str, EngineCosts] = {}  # by address
 
     async def start(self) -> None:
         """Ask the engines for their costs from now on; wait for the first answers, but not long."""
@@ -63,8 +51,7 @@ class EngineLoads(BackgroundTasks):
 
     def costs(self, engine: Engine) -> EngineCosts | None:
         """Return what prefills and loads take in an engine; None if it has not said it."""
-        known = self._known.get(engine.address)
-        return known.costs if known is not None else None
+        return self._costs.get(engine.address)
 
     def prefill_cost(
         self, engine: Engine, cached: int, computed: int, load_s: float
@@ -90,36 +77,41 @@ class EngineLoads(BackgroundTasks):
             pass_tokens=pass_tokens,
         )
 
-    def load(self, engine: Engine, *, own_in_flight: int, own_pending: int) -> Load:
-        """Return what an engine has to do beside the caller's own requests.
+    def load(self, engine: Engine) -> EngineLoad:
+        """Return what an engine has to do now."""
+        return engine.queue.load(self._clock(), engine.in_flight)
+
+    def queue_s(self, engine: Engine, position: QueuePosition | None = None) -> float:
+        """Return the predicted seconds until a new question could begin in an engine.
 
         Args:
-            own_in_flight: Requests of the caller that it is answering.
-            own_pending: Those of them without a first token.
+            position: Of the question in the engine's queue. None: after all that waits.
         """
-        pending = max(0, engine.pending - own_pending)
-        in_flight = max(0, engine.in_flight - own_in_flight)
-        known = self._known.get(engine.address)
-        shared_s = known.all_queues.seconds(self._clock()) if known is not None else 0.0
-        queue_s = max(shared_s, self.queue_s(engine.address))
-        return Load(pending, max(0, in_flight - pending), queue_s)
+        pending_s = self.load(engine).pending_s
+        if position is None:
+            return pending_s
+        share = engine.waiting.share_before(position.priority(unix_ms()))
+        return pending_s * share * position.tenant_excess
 
-    def observe(self, engine: Engine, record: engine_pb2.RequestRecord) -> None:
-        """Learn from the record of a request how long requests wait in an engine."""
-        known = self._known.get(engine.address)
-        if known is not None:
-            known.own_queue.observe(record.queue_s, self._clock())
+    def load_for_guess(self, engine: Engine, own_left_s: float | None) -> Load:
+        """Return what an engine has to do before a guess, and beside it.
 
-    def queue_s(self, address: str) -> float:
-        """Return how long this gateway's latest questions waited in an engine, in seconds."""
-        known = self._known.get(address)
-        return known.own_queue.seconds(self._clock()) if known is not None else 0.0
+        Args:
+            own_left_s: Predicted seconds that the question's own guess still takes, which the new
+                one would replace. None: there is no such guess in the engine.
+        """
+        load = self.load(engine)
+        return Load(
+            num_pending=max(0, load.num_pending + load.num_background - (own_left_s is not None)),
+            num_decoding=load.num_decoding,
+            queue_s=max(0.0, load.pending_s + load.background_s - (own_left_s or 0.0)),
+        )
 
     async def _refresh_periodically(self, is_known: asyncio.Event) -> None:
         while True:
             engines = self.engines.known
             addresses = {engine.address for engine in engines}
-            self._known = {one: known for one, known in self._known.items() if one in addresses}
+            self._costs = {one: costs for one, costs in self._costs.items() if one in addresses}
             await asyncio.gather(*map(self._refresh, engines))
             is_known.set()
             await asyncio.sleep(REFRESH_S)
@@ -127,11 +119,19 @@ class EngineLoads(BackgroundTasks):
     async def _refresh(self, engine: Engine) -> None:
         with contextlib.suppress(RagCacheError):
             costs = await engine.costs()
-            known = self._known.setdefault(engine.address, _Known())
-            known.all_queues = QueueTime(costs.queue_s, self._clock())
             profile = profile_of(costs.prefill)
+            if profile is None:
+                self._costs.pop(engine.address, None)
+                return
             loads = {load.tier: (load.latency_s, load.bytes_per_s) for load in costs.loads}
-            known.costs = EngineCosts(profile, costs.correction or 1.0, loads) if profile else None
+            self._costs[engine.address] = EngineCosts(
+                profile, costs.correction or 1.0, loads, costs.request_s
+            )
+
+
+def unix_ms() -> int:
+    """Return the Unix time in milliseconds. Priorities in engines' queues contain it."""
+    return time.time_ns() // 1_000_000
 
 
 def profile_of(message: engine_pb2.PrefillProfile) -> PrefillProfile | None:

@@ -9,10 +9,13 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar
 
+from ragcache_core.cluster.engine_queue import EngineQueue
 from ragcache_core.errors import Unavailable
-from ragcache_gateway.engines.client import Engine, watch_health
+from ragcache_core.planner.request_plan import EngineRole
+from ragcache_gateway.engines.client import Engine, Work, host_and_port, watch_health
 from ragcache_gateway.engines.completion import ENGINE
 from ragcache_gateway.engines.completion_stream import (
     Completion,
@@ -20,6 +23,7 @@ from ragcache_gateway.engines.completion_stream import (
     RequestNotSent,
     WholeCompletion,
 )
+from ragcache_gateway.engines.handoff import EngineCall, PairedRequest, Route
 from ragcache_gateway.tasks import BackgroundTasks
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.settings import GatewaySettings
@@ -55,9 +59,9 @@ async def resolve(host: str, port: int) -> tuple[str, ...] | None:
     return ()
 
 
-def host_and_port(address: str, port: int) -> str:
-    """Join an IP address and a port to ``host:port``."""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+async def _resolve(group: EngineAddress) -> tuple[str, ...] | None:
+    # A certificate is for the name, and the addresses behind one change often.
+    return (group.host,) if group.is_tls else await resolve(group.host, group.http_port)
 
 
 log = logging.getLogger(__name__)
@@ -66,6 +70,11 @@ T = TypeVar("T")
 
 SLOWEST_TOKEN_S = 1.0
 """Time for each token of an answer in one piece, whose progress the gateway cannot see."""
+
+_WHOLE_ORDER: Final[Sequence[EngineRole]] = ("both", "decode", "prefill")
+"""Roles of the engines that get a request with prefill and decode, the first choice first."""
+
+ANY_ENGINE: Final = Route()
 
 MAX_LOST_ENGINES = 2
 """A request is abandoned after this many engines failed with it, so that one bad request cannot
@@ -97,6 +106,7 @@ class EnginePool(BackgroundTasks):
         self._choice_numbers = itertools.count(1)
         self._last_chosen: dict[Engine, int] = {}
         self._health_tasks: dict[Engine, asyncio.Task[None]] = {}
+        self._missing_roles: frozenset[EngineRole] = frozenset()
 
     @property
     def known(self) -> list[Engine]:
@@ -107,6 +117,11 @@ class EnginePool(BackgroundTasks):
     def in_flight(self) -> int:
         """Requests of this gateway that engines are answering."""
         return sum(engine.in_flight for engine in self._health_tasks)
+
+    @property
+    def first_token_timeout_s(self) -> float:
+        """Time from sending a prompt to its first token."""
+        return self._limits.current().first_token_timeout_s
 
     @property
     def problem(self) -> str | None:
@@ -140,8 +155,9 @@ class EnginePool(BackgroundTasks):
         body: Mapping[str, Any],
         stack: AsyncExitStack,
         request_id: str | None = None,
-        preferred: Engine | None = None,
+        route: Route = ANY_ENGINE,
         on_accepted: Callable[[str], None] | None = None,
+        work_s: float = 0.0,
     ) -> tuple[Engine, Completion]:
         """Start a streamed completion and wait for its first token, which the engine sent.
 
@@ -150,19 +166,23 @@ class EnginePool(BackgroundTasks):
 
         Args:
             request_id: Id of the answer; None: the engine chooses one.
-            preferred: The engine that gets the request first, if it is healthy.
+            route: The engines that get the request first, if they are healthy.
             on_accepted: Gets the address of each engine that accepts the request.
+            work_s: Predicted seconds of the request's load and prefill; 0: not known.
 
         Raises:
             Unavailable: No engine could answer.
             InvalidInput: The engine refused the request.
         """
-        timeout_s = self._limits.current().first_token_timeout_s
+        timeout_s = self.first_token_timeout_s
         return await self._first_of(
-            lambda engine: engine.complete(body, stack, request_id, on_accepted),
+            lambda engine, call: engine.complete(
+                call.body, stack, request_id, on_accepted, work=call.work
+            ),
+            EngineCall(body, Work(work_s)),
             timeout_s,
             f"no first token came within {timeout_s:g} s",
-            preferred,
+            route,
         )
 
     async def complete_whole(
@@ -171,14 +191,16 @@ class EnginePool(BackgroundTasks):
         max_tokens: int,
         stack: AsyncExitStack,
         request_id: str | None = None,
-        preferred: Engine | None = None,
+        route: Route = ANY_ENGINE,
+        work_s: float = 0.0,
     ) -> tuple[Engine, WholeCompletion]:
         """Have an engine answer in one piece. If it or its health check fails, another one answers.
 
         Args:
             max_tokens: Most tokens of the answer. Each adds a second to the deadline.
             request_id: See ``complete``.
-            preferred: See ``complete``.
+            route: See ``complete``.
+            work_s: See ``complete``.
 
         Raises:
             Unavailable: No engine could answer.
@@ -188,31 +210,43 @@ class EnginePool(BackgroundTasks):
         timeout_s = limits.first_token_timeout_s + limits.next_token_timeout_s
         timeout_s += SLOWEST_TOKEN_S * max_tokens
         return await self._first_of(
-            lambda engine: engine.complete_whole(body, stack, request_id),
+            lambda engine, call: engine.complete_whole(
+                call.body, stack, request_id, work=call.work
+            ),
+            EngineCall(body, Work(work_s)),
             timeout_s,
             f"no answer came within {timeout_s:g} s",
-            preferred,
+            route,
         )
 
     async def _first_of(
         self,
-        attempt: Callable[[Engine], Awaitable[T]],
+        attempt: Callable[[Engine, EngineCall], Awaitable[T]],
+        call: EngineCall,
         timeout_s: float,
         timeout_problem: str,
-        preferred: Engine | None,
+        route: Route,
     ) -> tuple[Engine, T]:
-        """Return the result of the first engine that does not fail, the preferred one first."""
+        """Return the result of the first engine that does not fail, those of the route first."""
         tried: list[Engine] = []
         times_lost = 0
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    if not tried and preferred in self._healthy_except(tried):
-                        tried.append(self._choose(preferred))
+                    handoff = None
+                    if not tried and route.engine in self.healthy:
+                        tried.append(self._choose(route.engine))
+                        handoff = route.handoff
                     else:
                         tried.append(self._choose_except(tried))
+                    engine = tried[-1]
                     try:
-                        return tried[-1], await attempt(tried[-1])
+                        if handoff is not None and handoff.prefill in self.healthy:
+                            self._choose(handoff.prefill)
+                            answer = await self._hand_off(handoff, partial(attempt, engine))
+                            if answer is not None:
+                                return engine, answer
+                        return engine, await attempt(engine, call)
                     except Unavailable as error:
                         tried[-1].record_failure(error)
                         times_lost += not isinstance(error, RequestNotSent)
@@ -228,6 +262,18 @@ class EnginePool(BackgroundTasks):
             tried[-1].record_failure(timed_out)
             raise timed_out from None
 
+    async def _hand_off(
+        self, handoff: PairedRequest, attempt: Callable[[EngineCall], Awaitable[T]]
+    ) -> T | None:
+        """Have two engines answer, see ``PairedRequest.answer``, and count it."""
+        try:
+            answer = await handoff.answer(attempt)
+        except Unavailable:
+            self._metrics.handoffs.labels("decode failed").inc()
+            raise
+        self._metrics.handoffs.labels("prefill failed" if answer is None else "answered").inc()
+        return answer
+
     def last_chosen(self, engine: Engine) -> int:
         """Return the number of the last choice of an engine, which ascends; 0: it had none."""
         return self._last_chosen.get(engine, 0)
@@ -237,30 +283,43 @@ class EnginePool(BackgroundTasks):
         """The engines that have not failed, by address."""
         return [engine for engine in self.known if engine.failure is None]
 
+    def queue_of(self, address: str) -> EngineQueue | None:
+        """Return the queue of the engine at an address; None: it has left."""
+        return next((one.queue for one in self._health_tasks if one.address == address), None)
+
     def choose(self) -> Engine:
-        """Choose an engine with RagCache, for background work. Raises Unavailable without one."""
+        """Choose an engine with RagCache, for background work. Raises Unavailable without one.
+
+        It is no engine that only decodes, as far as there are others.
+        """
         own = [engine for engine in self._health_tasks if engine.records is not None]
+        own = [engine for engine in own if engine.role != "decode"] or own
         if not own:
             raise Unavailable(ENGINE, "there is none that runs RagCache")
         return self._choose(self._least_busy([e for e in own if e.failure is None] or own))
 
     async def complete_on(
-        self, engine: Engine, body: Mapping[str, Any], stack: AsyncExitStack
+        self,
+        engine: Engine,
+        body: Mapping[str, Any],
+        stack: AsyncExitStack,
+        work_s: float = 0.0,
     ) -> Completion:
-        """Start a completion on one engine and no other, for work that can wait.
+        """Start a completion on one engine and no other, for work of low priority.
 
-        A timeout does not mark the engine as failed: it may only be busy. Raises as ``complete``.
+        A timeout does not mark the engine as failed: it may only be busy. Arguments and errors are
+        those of ``complete``.
         """
         if engine not in self._health_tasks:
             raise Unavailable(ENGINE, f"{engine.address} has left")
         try:
-            async with asyncio.timeout(self._limits.current().first_token_timeout_s):
-                return await engine.complete(body, stack)
+            async with asyncio.timeout(self.first_token_timeout_s):
+                return await engine.complete(body, stack, work=Work(work_s, is_background=True))
         except Unavailable as error:
             engine.record_failure(error)
             raise
         except TimeoutError:
-            timeout_s = self._limits.current().first_token_timeout_s
+            timeout_s = self.first_token_timeout_s
             raise FirstTokenTimeout(ENGINE, f"no first token came within {timeout_s:g} s") from None
 
     def _healthy_except(self, tried: Sequence[Engine]) -> list[Engine]:
@@ -278,12 +337,16 @@ class EnginePool(BackgroundTasks):
         return engine
 
     def _least_busy_except(self, tried: Sequence[Engine]) -> Engine:
-        """Return the engine with the fewest requests in flight, then the least recently chosen."""
+        """Return the engine with the fewest requests in flight, then the least recently chosen.
+
+        It is one that does all, or else one that decodes, as far as there is one.
+        """
         # If none is healthy, the request finds out whether a failed engine answers again.
         candidates = self._healthy_except(tried) or list(self._health_tasks)
         if not candidates:
             raise Unavailable(ENGINE, self.problem or "")
-        return self._least_busy(candidates)
+        first = min((engine.role for engine in candidates), key=_WHOLE_ORDER.index)
+        return self._least_busy([engine for engine in candidates if engine.role == first])
 
     def _least_busy(self, engines: Sequence[Engine]) -> Engine:
         return min(engines, key=lambda e: (e.in_flight, self._last_chosen.get(e, 0)))
@@ -291,7 +354,7 @@ class EnginePool(BackgroundTasks):
     async def _resolve_periodically(self, resolved: asyncio.Event) -> None:
         while True:
             hosts = self._settings.engines
-            results = await asyncio.gather(*(resolve(one.host, one.http_port) for one in hosts))
+            results = await asyncio.gather(*map(_resolve, hosts))
             for host, addresses in zip(hosts, results, strict=True):
                 if addresses is None:
                     log.warning("engine pool: cannot resolve host=%s", host.host)
@@ -302,34 +365,50 @@ class EnginePool(BackgroundTasks):
             await asyncio.sleep(self._settings.engine_watch_s)
 
     def _update_engines(self) -> None:
-        records_by_address = {
-            host_and_port(address, host.http_port): (
-                None if host.records_port is None else host_and_port(address, host.records_port)
-            )
-            for host, addresses in self._resolved.items()
-            for address in addresses
+        wanted = {
+            host_and_port(ip, group.http_port): (group, ip)
+            for group, ips in self._resolved.items()
+            for ip in ips
         }
         for engine in list(self._health_tasks):
-            if engine.address not in records_by_address:
+            if engine.address not in wanted:
                 self._remove(engine)
-            records_by_address.pop(engine.address, None)
-        for address, records in records_by_address.items():
-            log.info("engine pool: engine joins address=%s", address)
-            engine = Engine(
-                address, records, self._settings, self._limits, self._metrics, self._tracer
-            )
+            wanted.pop(engine.address, None)
+        for address, (group, ip) in wanted.items():
+            log.info("engine pool: engine joins address=%s role=%s", address, group.role)
+            engine = Engine(group, ip, self._settings, self._limits, self._metrics, self._tracer)
             watching = watch_health(
-                engine, self._probe, self._settings.engine_watch_s, self._move_waiting
+                engine, self._probe, self._settings.engine_watch_s, self._on_checked
             )
             self._health_tasks[engine] = self._spawn(watching)
 
-    def _move_waiting(self, failed: Engine) -> None:
-        """End the requests that wait on a failed engine, so that another engine gets them.
+    def _on_checked(self) -> None:
+        self._move_waiting()
+        self._log_missing_roles()
 
-        Without another engine they stay: the failed one may only be busy.
+    def _log_missing_roles(self) -> None:
+        """Log when engines of another role begin or cease to do the part of a role."""
+        ready = {engine.role for engine in self.healthy}
+        missing: frozenset[EngineRole] = frozenset(
+            engine.role
+            for engine in self._health_tasks
+            if engine.role != "both" and ready and not ready & {engine.role, "both"}
+        )
+        for role in missing - self._missing_roles:
+            log.warning("engine pool: no engine is ready, others do its part role=%s", role)
+        for found in self._missing_roles - missing:
+            log.info("engine pool: an engine is ready again role=%s", found)
+        self._missing_roles = missing
+
+    def _move_waiting(self) -> None:
+        """End the requests that wait on failed engines, so that another engine gets them.
+
+        Without another engine they stay: the failed ones may only be busy.
         """
-        if self._healthy_except([failed]):
-            failed.end_waiting()
+        if self.healthy:
+            for engine in self._health_tasks:
+                if engine.failure is not None:
+                    engine.end_waiting()
 
     def _remove(self, engine: Engine) -> None:
         log.info(

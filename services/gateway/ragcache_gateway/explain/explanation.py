@@ -16,12 +16,14 @@ from ragcache_core.planner.request_plan import (
     PlanSeconds,
     RequestPlan,
 )
+from ragcache_core.scheduling.priority import QueuePosition
 from ragcache_gateway.documents.search_schema import pages_of
 from ragcache_gateway.explain.schema import (
     ExplainedAlternative,
     ExplainedGuess,
     ExplainedPart,
     ExplainedPlan,
+    ExplainedPosition,
     ExplainedStage,
     ExplainedTime,
     Explanation,
@@ -161,13 +163,21 @@ def prompt_parts(
     return tuple(parts)
 
 
-def explain_plan(plan: RequestPlan) -> ExplainedPlan:
-    """Explain the order and the engine that a plan has chosen."""
+def explain_plan(plan: RequestPlan, position: QueuePosition) -> ExplainedPlan:
+    """Explain the order and the engine that a plan has chosen, and its place in the queue."""
     return ExplainedPlan(
         engine=engine_address(plan.source),
+        prefill_engine=engine_address(plan.prefill_source or plan.source),
         order=list(plan.order),
         predicted_ms=_planned_times(plan.seconds) if plan.seconds else None,
         next_best=_explain_alternative(plan.runner_up) if plan.runner_up else None,
+        position=ExplainedPosition(
+            band=position.band,
+            cached_share=round(position.cached_share, 4),
+            delay_ms=position.delay_ms,
+            window_ms=position.window_ms,
+            tenant_delay_ms=position.tenant_delay_ms,
+        ),
     )
 
 

@@ -109,10 +109,33 @@ class ExplainedAlternative(BaseModel):
     predicted_ms: PlannedTimes
 
 
+class ExplainedPosition(BaseModel):
+    """What decides when the engine begins with a request, if several wait."""
+
+    band: int = Field(description="Priority of the caller's key. Lower ones go first.")
+    cached_share: float = Field(
+        description="Share of the prompt that was predicted to be cached or loaded, from 0 to 1."
+    )
+    delay_ms: int = Field(
+        description="By how much later the request counts as sent: window_ms * (1 - cached_share)."
+    )
+    window_ms: int = Field(description="spec.gateway.reordering.windowMilliseconds.")
+    tenant_delay_ms: int = Field(
+        default=0,
+        description="By how much later it counts as sent because of its tenant's other requests. "
+        "It is known when the request is sent.",
+    )
+
+
 class ExplainedPlan(BaseModel):
     """The order and the engine that the gateway chose, and what it predicted."""
 
     engine: str = Field(description="Address of the engine. Empty: none was known.")
+    prefill_engine: str = Field(
+        default="",
+        description="Address of the engine that computes the prompt: the same, or one that does it "
+        "for the other one.",
+    )
     order: list[int] = Field(description="Rank of the document at each position.")
     predicted_ms: PlannedTimes | None = Field(
         description="Null: an engine has not said what computing costs."
@@ -120,6 +143,7 @@ class ExplainedPlan(BaseModel):
     next_best: ExplainedAlternative | None = Field(
         description="Null: there is no other plan, or nothing is predicted."
     )
+    position: ExplainedPosition
 
 
 class ExplainedStage(BaseModel):

@@ -99,9 +99,13 @@ def decoded(content: bytes) -> tuple[str, tuple[str, ...]]:
     warnings: tuple[str, ...] = ()
     if text is None:
         text, encoding = decode_guessed(content)
-        fix = "name it with encoding if it is another one"
-        warnings = (f"the encoding is taken to be {encoding}; {fix}",)
+        warnings = (assumed_encoding(encoding),)
     return text.replace("\r\n", "\n").replace("\r", "\n"), warnings
+
+
+def assumed_encoding(encoding: str) -> str:
+    """Return the warning that an encoding was assumed."""
+    return f"the encoding is taken to be {encoding}; name it with encoding if it is another one"
 
 
 def read_text(content: bytes) -> ExtractedText:

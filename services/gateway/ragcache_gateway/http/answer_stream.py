@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import orjson
 
-from ragcache_core.errors import RagCacheError, Unavailable
+from ragcache_core.errors import RagCacheError
 from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.engines.completion_stream import Completion
 from ragcache_gateway.explain.progress import AnyStageEvent, Progress
@@ -22,10 +22,12 @@ from ragcache_gateway.http.client_writer import ClientWriter
 from ragcache_gateway.http.errors import stopping, to_http
 from ragcache_gateway.http.middleware.request_span import record_refusal
 from ragcache_gateway.pipeline.account import account
-from ragcache_gateway.pipeline.answer import Answer, relay_events
+from ragcache_gateway.pipeline.answer import Answer
 from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.pipeline.metering import settle
 from ragcache_gateway.pipeline.plain_completion import PlainCompletion
 from ragcache_gateway.pipeline.question import Question
+from ragcache_gateway.pipeline.relay import relay_answer, relay_events
 from ragcache_gateway.pipeline.steps import answer_question
 from ragcache_gateway.responses.request_schema import ResponseRequest
 from ragcache_gateway.responses.response_events import ResponseEvents, failure_event
@@ -50,9 +52,6 @@ async def write_answer(
     with the finish reason, because a client that did not request usage expects no chunk without
     choices. A failure becomes the last event.
     """
-    assert isinstance(answer.completion, Completion)
-    completion = answer.completion
-    num_choices = answer.planned.question.request.num_choices()
     is_first = True
 
     def deliver(events: list[bytes]) -> bool:
@@ -68,7 +67,7 @@ async def write_answer(
         return client.is_full
 
     with _error_as_event(client, encode_event):
-        await relay_events(services, answer.engine, completion, num_choices, deliver, client.drain)
+        answer = await relay_answer(services, answer, deliver, client.drain)
         await _write_end(services, answer, client, is_first=is_first, include_usage=include_usage)
 
 
@@ -127,6 +126,7 @@ async def write_plain(
             services, plain.engine, completion, plain.num_choices, deliver, client.drain
         )
         assert completion.last_chunk is not None
+        settle(completion.usage, None)
         client.write(encode_event(completion.last_chunk))
         if include_usage and completion.usage is not None:
             fields = ("id", "object", "created", "model")
@@ -223,9 +223,7 @@ async def write_staged(
     try:
         answer = await answer_question(services, replace(question, progress=progress), stack)
     except RagCacheError as error:
-        record_refusal(error)
-        if isinstance(error, Unavailable):
-            services.metrics.upstream_failures.labels(error.component).inc()
+        record_refusal(error, services.metrics)
         client.write(encode_event(to_http(to_rest_error(error)).body))
         return
     except asyncio.CancelledError:
@@ -241,8 +239,6 @@ async def write_response(
     services: ChatServices, request: ResponseRequest, answer: Answer, client: ClientWriter
 ) -> None:
     """Write the events of an answer. A failure becomes the last event."""
-    completion = answer.completion
-    assert isinstance(completion, Completion)
     events: ResponseEvents | None = None
 
     def write_chunk(chunk: dict[str, Any]) -> ResponseEvents:
@@ -265,8 +261,9 @@ async def write_response(
         return _encode([failure_event(error)] if events is None else events.fail(error))
 
     with _error_as_event(client, encode_failure):
-        await relay_events(services, answer.engine, completion, 1, deliver, client.drain)
-        last = completion.last_chunk
+        answer = await relay_answer(services, answer, deliver, client.drain)
+        assert isinstance(answer.completion, Completion)
+        last = answer.completion.last_chunk
         assert last is not None, "a stream that ends without an error has ended every choice"
         ending = write_chunk(last)
         if client.is_full:

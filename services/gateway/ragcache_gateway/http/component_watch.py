@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
 from ragcache_core.cost.retry_after import OutageForecast
 from ragcache_core.errors import RagCacheError
+from ragcache_core.planner.request_plan import EngineRole
+from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.http.errors import ErrorDetail
 from ragcache_gateway.tasks import BackgroundTasks
@@ -26,11 +29,27 @@ class EngineReadiness(PartReadiness):
     """One engine, by the address of its server."""
 
     address: str
+    model: str = Field(description="The model that it serves.")
     in_flight: int = Field(description="Requests of this gateway that the engine is answering.")
+    role: EngineRole = Field(
+        default="both", description="What it does for a request, where others can do the rest."
+    )
+    queue_s: float = Field(
+        description="Predicted seconds until a new question could begin in the engine."
+    )
+    waiting: int = Field(
+        description="Questions of all gateways without a first token. Without a feed of the "
+        "engine, those of this gateway. The same holds for queue_s and decoding."
+    )
+    decoding: int = Field(description="Requests whose answers the engine generates.")
+    free_tokens: int | None = Field(
+        description="Tokens that the engine's KV cache can take without preempting a request. "
+        "null: it has not said it."
+    )
 
 
 class EnginePoolReadiness(PartReadiness):
-    """All engines: ready if one of them is."""
+    """All engines: ready if one of each model is."""
 
     endpoints: list[EngineReadiness]
 
@@ -60,13 +79,14 @@ class ComponentWatch(BackgroundTasks):
     """Asks the retriever for its state periodically, and the pool which engines have failed.
 
     Args:
+        engines: Those of each model, by its name.
         health: Of the retriever.
         every_s: Time between two checks.
     """
 
     def __init__(
         self,
-        engines: EnginePool,
+        engines: Mapping[str, EnginePool],
         health: HealthClient,
         every_s: float,
     ) -> None:
@@ -101,7 +121,7 @@ class ComponentWatch(BackgroundTasks):
         self._retriever = await _retriever_readiness(self._health)
         now = time.monotonic()
         self._outages["retriever"].record(now, is_up=self._retriever.ready)
-        self._outages["engine"].record(now, is_up=self._engines.problem is None)
+        self._outages["engine"].record(now, is_up=engine_problem(self._engines) is None)
 
 
 def not_ready_message(parts: AllReadiness) -> str | None:
@@ -116,19 +136,40 @@ def not_ready_message(parts: AllReadiness) -> str | None:
     )
 
 
-def _engine_pool_readiness(engines: EnginePool) -> EnginePoolReadiness:
+def engine_problem(engines: Mapping[str, EnginePool]) -> str | None:
+    """Return why a model has no engine that can answer; None if each one has."""
+    problems = {name: pool.problem for name, pool in engines.items() if pool.problem is not None}
+    if len(engines) == 1:
+        return next(iter(problems.values()), None)
+    return "; ".join(f"model {name}: {problem}" for name, problem in problems.items()) or None
+
+
+def _engine_pool_readiness(engines: Mapping[str, EnginePool]) -> EnginePoolReadiness:
+    problem = engine_problem(engines)
     return EnginePoolReadiness(
-        ready=engines.problem is None,
-        problem=engines.problem,
+        ready=problem is None,
+        problem=problem,
         endpoints=[
-            EngineReadiness(
-                ready=engine.failure is None,
-                problem=engine.failure,
-                address=engine.address,
-                in_flight=engine.in_flight,
-            )
-            for engine in engines.known
+            _engine_readiness(engine, name)
+            for name, pool in engines.items()
+            for engine in pool.known
         ],
+    )
+
+
+def _engine_readiness(engine: Engine, model: str) -> EngineReadiness:
+    load = engine.queue.load(time.monotonic(), engine.in_flight)
+    return EngineReadiness(
+        ready=engine.failure is None,
+        problem=engine.failure,
+        address=engine.address,
+        model=model,
+        in_flight=engine.in_flight,
+        role=engine.role,
+        queue_s=round(load.pending_s, 3),
+        waiting=load.num_pending,
+        decoding=load.num_decoding,
+        free_tokens=load.free_tokens,
     )
 
 

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 from ragcache_core.access.caller import NotAllowed, Scope
 from ragcache_core.cost.retry_after import jitter
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+from ragcache_gateway.admission.refusal import Refused
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -62,18 +63,6 @@ class ErrorBody(BaseModel):
     """Body of an error response, and of an error event in a stream."""
 
     error: ErrorDetail
-
-
-class TooBusy(RagCacheError):
-    """More requests are in flight than the gateway accepts.
-
-    Args:
-        retry_after_s: When there could be a free slot.
-    """
-
-    def __init__(self, problem: str, retry_after_s: float) -> None:
-        super().__init__(problem)
-        self.retry_after_s = retry_after_s
 
 
 def stopping() -> Unavailable:
@@ -145,9 +134,15 @@ def response_to(error: RagCacheError, recovery_s: float = 0.0) -> JSONResponse:
     return JSONResponse(http.body, http.status, dict(http.headers))
 
 
-def retry_headers(wait_s: float) -> dict[str, str]:
-    """Return headers that tell clients to retry after this wait, with jitter."""
-    jittered_s = jitter(wait_s, random.random())
+def retry_headers(wait_s: float, *, is_predicted: bool = True) -> dict[str, str]:
+    """Return headers that tell clients to retry after this wait, with jitter.
+
+    Args:
+        is_predicted: Bound the wait, as it may be wrong. Otherwise a second is added at most, so
+            that clients do not all return together.
+    """
+    unit = random.random()
+    jittered_s = jitter(wait_s, unit) if is_predicted else wait_s + unit
     # OpenAI's clients prefer the second header. The first one has whole seconds only.
     return {
         "Retry-After": str(math.ceil(jittered_s)),
@@ -195,9 +190,10 @@ def to_http(error: RagCacheError, recovery_s: float = 0.0) -> HttpError:
                 code=f"{error.component}_unavailable",
             )
             http = HttpError(503, body, retry_headers(max(error.retry_after_s, recovery_s)))
-        case TooBusy():
-            body = error_body(str(error), "rate_limit_error", code="too_many_requests")
-            http = HttpError(429, body, retry_headers(error.retry_after_s))
+        case Refused():
+            body = error_body(str(error), error.kind, error.field, error.reason)
+            headers = retry_headers(error.retry_after_s, is_predicted=error.is_predicted)
+            http = HttpError(error.status, body, headers)
         case _:
             http = HttpError(500, error_body(str(error), "server_error", code="internal_error"))
     return http
@@ -258,7 +254,7 @@ def value_path(location: Sequence[int | str]) -> str:
     """Return the path of a value as a client writes it: ``messages[0].content``."""
     path = ""
     parts = list(location)
-    if parts and parts[0] in ("body", "query", "path"):
+    if parts and parts[0] in ("body", "query", "path", "header"):
         del parts[0]
     for part in parts:
         if isinstance(part, int):

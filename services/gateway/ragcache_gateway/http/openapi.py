@@ -21,7 +21,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     403: {"model": ErrorBody, "description": "The API key does not allow this."},
     404: {"model": ErrorBody, "description": "A named object does not exist."},
     413: {"model": ErrorBody, "description": "The body is too large."},
-    429: {"model": ErrorBody, "description": "Too many requests are in flight."},
+    429: {
+        "model": ErrorBody,
+        "description": "A quota is used up, too many requests are in flight, or the answer is "
+        "predicted to be too late. Retry-After says when to try again.",
+    },
     "default": {"model": ErrorBody, "description": "Any other error."},
 }
 UPSTREAM_ERRORS: dict[int | str, dict[str, Any]] = {
@@ -29,6 +33,10 @@ UPSTREAM_ERRORS: dict[int | str, dict[str, Any]] = {
         "model": ErrorBody,
         "description": "A part is unavailable; Retry-After says when to try again.",
     },
+}
+ANSWER_ERRORS: dict[int | str, dict[str, Any]] = {
+    **UPSTREAM_ERRORS,
+    504: {"model": ErrorBody, "description": "The deadline of the request has passed."},
 }
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from ragcache_core.access.caller import Caller
+from ragcache_core.errors import NotFound
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.explain.tree_outline import TreeReader
 from ragcache_gateway.extraction.extractor import TextExtractor
@@ -23,11 +24,17 @@ from ragcache_wire.settings import GatewaySettings
 
 @dataclass(frozen=True, slots=True)
 class GatewayServices:
-    """The services behind the routes."""
+    """The services behind the routes.
+
+    Args:
+        chat: Of the model of requests that name none.
+        others: Of the other models.
+    """
 
     settings: GatewaySettings
     metrics: Metrics
     chat: ChatServices
+    others: tuple[ChatServices, ...]
     documents: DocumentWriter
     extractor: TextExtractor
     retriever: RetrieverClient
@@ -35,6 +42,21 @@ class GatewayServices:
     component_watch: ComponentWatch
     cache_view: CacheView
     tree_reader: TreeReader
+
+    @property
+    def chats(self) -> tuple[ChatServices, ...]:
+        """The services of each model."""
+        return (self.chat, *self.others)
+
+    def chat_with(self, model: str | None) -> ChatServices:
+        """Return the services of a model; None: of the first one. Raises NotFound."""
+        if model is None:
+            return self.chat
+        for chat in self.chats:
+            if chat.model.name == model:
+                return chat
+        names = " or ".join(repr(chat.model.name) for chat in self.chats)
+        raise NotFound("model", model, f"ask for {names}")
 
 
 # FastAPI runs dependencies that are plain functions in threads.

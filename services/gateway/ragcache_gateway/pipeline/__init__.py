@@ -12,5 +12,5 @@ The steps are::
 
 Each step takes the value that the step before has returned. ``start_answer`` runs the steps up to
 the first token, or up to the whole answer if the client wants it in one piece. Then the client gets
-``relay_events`` or ``complete``.
+``relay_answer`` or ``complete``.
 """

@@ -34,7 +34,8 @@ from ragcache_gateway.explain.explanation import (
 from ragcache_gateway.explain.schema import ExplainedGuess
 from ragcache_gateway.pipeline.answer import Answer
 from ragcache_gateway.pipeline.chat_services import ChatServices
-from ragcache_gateway.pipeline.plan import PlannedQuestion
+from ragcache_gateway.pipeline.metering import settle
+from ragcache_gateway.pipeline.plan import PlannedQuestion, queue_position
 from ragcache_gateway.planning.cache_view import engine_source
 from ragcache_gateway.prompts.passages import passage_text
 from ragcache_gateway.speculation.speculative_search import EndedPrefill
@@ -215,7 +216,6 @@ async def account(services: ChatServices, answer: Answer) -> AnswerAccount:
     record = await _fetch_record(services, answer)
     if record is not None:
         _report_record(services, planned, record)
-        services.loads.observe(answer.engine, record)
         _report_prediction(services, answer, record)
     first_token_s = answer.first_token_s
     if isinstance(answer.completion, WholeCompletion):
@@ -226,8 +226,11 @@ async def account(services: ChatServices, answer: Answer) -> AnswerAccount:
             services.metrics.observe_first_token(first_token_s, tenant)
     else:
         usage = answer.completion.usage
+    settle(usage, record)
     _report_hit(services, answer, usage, record)
-    answered = _answered_prompt(answer, record)
+    if usage is not None and first_token_s is not None:
+        _report_pace(services, answer, usage.completion_tokens, total_s - first_token_s)
+    answered = _answered_prompt(services, answer, record)
     services.recent_answers.add(answered)
     is_explained = planned.question.request.ragcache.explain
     search = planned.search
@@ -266,7 +269,9 @@ async def complete(services: ChatServices, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _answered_prompt(answer: Answer, record: engine_pb2.RequestRecord | None) -> AnsweredPrompt:
+def _answered_prompt(
+    services: ChatServices, answer: Answer, record: engine_pb2.RequestRecord | None
+) -> AnsweredPrompt:
     planned = answer.planned
     return AnsweredPrompt(
         id=answer.id,
@@ -276,7 +281,7 @@ def _answered_prompt(answer: Answer, record: engine_pb2.RequestRecord | None) ->
         tenant=planned.question.caller.tenant,
         mode=planned.question.reuse.mode,
         parts=prompt_parts(planned.prompt.prompt, planned.prompt.passages, answer.planned.plan),
-        plan=explain_plan(answer.planned.plan),
+        plan=explain_plan(planned.plan, queue_position(services, planned)),
         record=record,
         stages=planned.search.arrivals,
         prefills=tuple(
@@ -325,6 +330,22 @@ def _report_prediction(
     if plan.seconds is not None and plan.source == engine_source(answer.engine.address):
         took_s = record.queue_s + record.load_s + record.prefill_s
         services.metrics.observe_prediction(plan.seconds.total_s, took_s)
+        services.slo.record_prediction(answer.engine)
+
+
+def _report_pace(
+    services: ChatServices, answer: Answer, completion_tokens: int, answer_s: float
+) -> None:
+    """Report how fast an answer was generated, and beside how many others.
+
+    Args:
+        answer_s: From its first token to its last.
+    """
+    if completion_tokens > 1:
+        at_end = services.slo.num_decoding(answer.engine)
+        num_decoding = max(1.0, (answer.num_decoding + at_end) / 2)
+        token_s = answer_s / (completion_tokens - 1)
+        answer.engine.pace.observe(num_decoding, token_s, answer_s)
 
 
 def _report_record(

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from ragcache_core.errors import Unavailable
 from ragcache_gateway.chat.schema import (
     AnswerQuality,
     Citation,
 )
 from ragcache_gateway.documents.search_schema import pages_of, updated_text
 from ragcache_gateway.engines.client import Engine
-from ragcache_gateway.engines.completion import (
-    ENGINE,
-)
+from ragcache_gateway.engines.completion import with_engine_controls
 from ragcache_gateway.engines.completion_stream import Completion, WholeCompletion
+from ragcache_gateway.engines.resumption import Resumption, resumption_of, with_token_ids
 from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.pipeline.handoff import route
 from ragcache_gateway.pipeline.inline_citations import InlineCiter
-from ragcache_gateway.pipeline.plan import PlannedQuestion
+from ragcache_gateway.pipeline.metering import begin_output
+from ragcache_gateway.pipeline.plan import PlannedQuestion, queue_position
 from ragcache_gateway.prompts.passages import Passage
 from ragcache_gateway.speculation.speculative_search import EndedPrefill
-from ragcache_gateway.telemetry.spans import record_unavailable
 
 PREVIEW_CHARS = 200
 _PREVIEW_SOURCE_CHARS = 4 * PREVIEW_CHARS
@@ -78,9 +77,11 @@ class Answer:
     Args:
         first_token_s: Time from the request to the first token. None: the answer came in one piece.
         sent_s: When the request was sent, on the planner's clock.
+        num_decoding: Answers that the engine generated at its first token, this one included.
         prefills: What engines computed during the search.
         created: Unix time in seconds.
         inline: Adds markers to the answer; None: none were requested.
+        resumption: How another engine carries on a stream whose engine is lost. None: none does.
     """
 
     planned: PlannedQuestion
@@ -89,10 +90,17 @@ class Answer:
     completion: Completion | WholeCompletion
     first_token_s: float | None
     sent_s: float
+    num_decoding: int
     citations: list[Citation]
     prefills: tuple[EndedPrefill, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     inline: InlineCiter | None = None
+    resumption: Resumption | None = None
+
+    @property
+    def shows_ids(self) -> bool:
+        """Whether the client has asked for the ids of tokens."""
+        return bool(self.planned.request.body.get("return_token_ids"))
 
     @property
     def id(self) -> str:
@@ -125,33 +133,44 @@ async def generate(
     cited = cited_passages(planned.prompt.passages, with_neighbours=is_inline)
     # Splitting many chunks takes milliseconds, which would delay other streams.
     inline = await asyncio.to_thread(InlineCiter, cited) if is_inline else None
-    preferred = planner.engine_of(planned.plan)
     sent_s = planner.now()
+    body = with_engine_controls(planned.request.body, position=queue_position(services, planned))
     completion: Completion | WholeCompletion
-    first_token_s = None
-    with planner.waiting(preferred, planned.plan):
-        if question.request.stream:
-            engine, completion = await services.engines.complete(
-                planned.request.body,
-                stack,
-                planned.request.id,
-                preferred=preferred,
-                on_accepted=question.progress.engine_accepted,
-            )
-            question.progress.first_token()
-            first_token_s = time.perf_counter() - question.started
-            tenant = question.caller.tenant_label
-            services.metrics.observe_first_token(first_token_s, tenant)
-        else:
-            engine, completion = await services.engines.complete_whole(
-                planned.request.body,
-                planned.prompt.max_tokens,
-                stack,
-                planned.request.id,
-                preferred=preferred,
-            )
+    seconds = planned.plan.seconds
+    work_s = seconds.total_s - seconds.queue_s if seconds is not None else 0.0
+    first_token_s, resumption = None, None
+    if question.request.stream:
+        # It costs a little for each token.
+        engines = services.engines.known
+        if len(engines) > 1 and not question.is_trial:
+            with_ids = all(one.takes_token_ids for one in engines)
+            resumption = resumption_of(body, with_ids=with_ids)
+        if resumption is Resumption.CONTINUE:
+            body = with_token_ids(body)
+        chosen = await route(services, planned, planned.plan, body)
+        engine, completion = await services.engines.complete(
+            body,
+            stack,
+            planned.request.id,
+            chosen,
+            on_accepted=question.progress.engine_accepted,
+            work_s=work_s,
+        )
+        question.progress.first_token()
+        first_token_s = time.perf_counter() - question.started
+        tenant = question.caller.tenant_label
+        services.metrics.observe_first_token(first_token_s, tenant)
+    else:
+        chosen = await route(services, planned, planned.plan, body)
+        engine, completion = await services.engines.complete_whole(
+            body, planned.prompt.max_tokens, stack, planned.request.id, chosen, work_s=work_s
+        )
+    begin_output(completion)
     if not question.is_trial and reuse.mode != "off":
-        planner.computed(engine, planned.plan, blends=reuse.mode == "blend")
+        blends = reuse.mode == "blend"
+        planner.computed(engine, planned.plan, blends=blends)
+        if chosen.handoff is not None and chosen.handoff.prefill.failure is None:
+            planner.record_prefilled(chosen.handoff.prefill, planned.plan, blends=blends)
     return Answer(
         planned=planned,
         model=services.model.name,
@@ -159,29 +178,9 @@ async def generate(
         completion=completion,
         first_token_s=first_token_s,
         sent_s=sent_s,
+        num_decoding=services.slo.num_decoding(engine),
         citations=cite(cited),
         prefills=prefills,
         inline=inline,
+        resumption=resumption,
     )
-
-
-async def relay_events(
-    services: ChatServices,
-    engine: Engine,
-    completion: Completion,
-    num_choices: int,
-    deliver: Callable[[list[bytes]], bool],
-    drain: Callable[[], Awaitable[None]],
-) -> None:
-    """Have the engine's events delivered as they arrive, see ``Completion.relay``.
-
-    Raises Unavailable.
-    """
-    try:
-        await completion.relay(num_choices, deliver, drain)
-    except Unavailable as error:
-        engine.record_failure(error)
-        services.metrics.upstream_failures.labels(ENGINE).inc()
-        completion.span.fail(f"{type(error).__name__}: {error.component}")
-        record_unavailable(error)
-        raise

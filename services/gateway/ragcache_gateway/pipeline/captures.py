@@ -15,12 +15,16 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from ragcache_core.access.caller import Caller
+from ragcache_core.access.usage import UsageCounts
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
 from ragcache_core.plan.reuse_plan import document_name
+from ragcache_core.scheduling.priority import QueuePosition
+from ragcache_gateway.admission.quotas import current_ticket
 from ragcache_gateway.chat.schema import ChatRequest
 from ragcache_gateway.engines.completion import completion_body
 from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.pipeline.metering import settle
 from ragcache_gateway.pipeline.plan import OrderedPrompt, order_documents
 from ragcache_gateway.pipeline.prompt import build_prompt
 from ragcache_gateway.pipeline.question import read_question
@@ -49,9 +53,15 @@ async def capture(services: ChatServices, request: ChatRequest, caller: Caller) 
             raise InvalidInput("messages", "find no documents", "ask about what was ingested")
         ordered = await order_documents(services, prompted)
         prompt, body = await asyncio.to_thread(_plan, services, ordered)
-        _, completion = await services.engines.complete(body, stack)
+        if (ticket := current_ticket()) is not None:
+            expected = UsageCounts(computed_tokens=len(prompt.token_ids))
+            ticket.reserve(services.model.name, expected, 1)
+        # Only an engine with RagCache stores chunks.
+        engine = services.engines.choose()
+        completion = await services.engines.complete_on(engine, body, stack)
         async for _ in completion.deltas():
             pass
+        settle(completion.usage, None)
     return Captured(chunks=len(prompt.chunk_ends), tokens=len(prompt.token_ids))
 
 
@@ -72,8 +82,8 @@ def _plan(services: ChatServices, ordered: OrderedPrompt) -> tuple[Prompt, dict[
         documents,
         ordered.search.asked_at_ms,
     )
-    priority = ordered.question.caller.priority
-    body = completion_body(model, prompt.token_ids, plan, max_tokens=1, priority=priority)
+    position = QueuePosition(ordered.question.caller.priority, services.reordering_window_ms)
+    body = completion_body(model, prompt.token_ids, plan, max_tokens=1, position=position)
     return prompt, body
 
 

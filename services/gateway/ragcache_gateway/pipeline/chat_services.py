@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ragcache_gateway.admission.slo import SloAdmission
+from ragcache_gateway.admission.tenant_queue import TenantQueue
 from ragcache_gateway.background.idle import IdleWindows
 from ragcache_gateway.background.precompute import Precomputer
 from ragcache_gateway.background.quality_gate import QualityGate
@@ -40,6 +42,9 @@ class ChatServices:
         planner: Chooses the order of documents and the engine.
         chunk_keys: Used where ``prompts`` is, in its thread.
         loads: Learn how long requests wait in engines.
+        tenant_queue: Orders the requests of tenants that ask at once.
+        reordering_window_ms: Questions sent this much later may go first in an engine's queue.
+        slo: Refuses questions that are predicted to exceed a limit on latency.
     """
 
     model: ServedModel
@@ -58,5 +63,8 @@ class ChatServices:
     planner: RequestPlanner
     chunk_keys: ChunkKeys
     loads: EngineLoads
+    tenant_queue: TenantQueue
+    reordering_window_ms: int
+    slo: SloAdmission
     metrics: Metrics
     tracer: Tracer

@@ -7,11 +7,12 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.planner.request_plan import PlannedPrompt, RequestPlan
 from ragcache_core.quality.controller import AskedQuestion
+from ragcache_core.scheduling.priority import QueuePosition
 from ragcache_gateway.chat.search import SearchResult
 from ragcache_gateway.engines.completion import (
     FIRST_TOKEN_LOGPROBS,
@@ -30,6 +31,9 @@ from ragcache_gateway.pipeline.question import Question
 from ragcache_gateway.planning.request_planner import PrefilledChunks
 from ragcache_gateway.prompts.builder import AnswerPrompt
 from ragcache_gateway.prompts.reuse_mode import plan_reuse
+
+UNKNOWN_TOKEN_S: Final = 1e-3
+"""Assumed seconds of a prompt's token, if the engine has reported no costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +75,12 @@ class PlannedQuestion(OrderedPrompt):
 
     Args:
         tokenize_s: Time for prompt and plan.
+        tenant_position: In its engine's queue, without reordering. None: it is not sent yet.
     """
 
     request: EngineRequest
     tokenize_s: float
+    tenant_position: QueuePosition | None = None
 
     def warnings(self) -> list[str]:
         """Say what the prompt lacks of the request and of what was found."""
@@ -120,6 +126,7 @@ async def order_documents(
         question.request.ragcache.order,
         is_trial=question.is_trial,
         prefilled=prefilled,
+        position=services.tenant_queue.position(question.caller),
     )
     if prompted.by_rank.num_tokens <= MAX_LOOP_TOKENS:
         prompt = parts.join(request_plan.order)
@@ -154,16 +161,34 @@ def with_engine(
         prefilled: What engines have of the prompt because they computed it during the search.
     """
     reuse = planned.question.reuse
-    renewed = services.planner.renew(planned.plan, planned.by_rank, reuse, prefilled)
+    position = services.tenant_queue.position(planned.question.caller)
+    renewed = services.planner.renew(planned.plan, planned.by_rank, reuse, prefilled, position)
     return replace(planned, plan=renewed)
 
 
-def report_plan(planned: PlannedQuestion) -> None:
+def queue_position(services: ChatServices, planned: PlannedQuestion) -> QueuePosition:
+    """Return the place of a question in its engine's queue: what needs least computing is early."""
+    cached_share = planned.plan.uncomputed_tokens / len(planned.prompt.prompt.token_ids)
+    position = planned.tenant_position or QueuePosition(planned.question.caller.priority)
+    window_ms = services.reordering_window_ms
+    return replace(position, window_ms=window_ms, cached_share=cached_share)
+
+
+def work_s(planned: PlannedQuestion) -> float:
+    """Return the seconds that a question is predicted to take in its engine to the first token."""
+    seconds = planned.plan.seconds
+    if seconds is None:
+        return UNKNOWN_TOKEN_S * len(planned.prompt.prompt.token_ids)
+    return seconds.total_s - seconds.queue_s
+
+
+def report_plan(services: ChatServices, planned: PlannedQuestion) -> None:
     """Report to a client that wants it what was planned."""
     progress, prompt = planned.question.progress, planned.prompt
     if progress.is_reported:
         parts = prompt_parts(prompt.prompt, prompt.passages, planned.plan)
-        progress.prompt_planned(explain_plan(planned.plan), parts, len(prompt.prompt.token_ids))
+        plan = explain_plan(planned.plan, queue_position(services, planned))
+        progress.prompt_planned(plan, parts, len(prompt.prompt.token_ids))
 
 
 def _engine_request(
@@ -185,12 +210,9 @@ def _engine_request(
     )
     if question.is_trial:
         body |= FIRST_TOKEN_LOGPROBS
-    body = with_prompt(body, prompt.prompt.token_ids, reuse_plan, services.model.plan_keys)
+    body = with_prompt(body, prompt, reuse_plan, services.model.plan_keys)
     # No other request has this salt, so the engine's own prefix cache cannot hit either.
     separated = question.reuse.mode == "off" or question.is_trial
-    body = with_engine_controls(
-        body,
-        cache_salt=request_id if separated else caller.cache_salt,
-        priority=caller.priority,
-    )
+    salt = request_id if separated else caller.cache_salt
+    body = with_engine_controls(body, cache_salt=salt)
     return EngineRequest(request_id, asked, body)

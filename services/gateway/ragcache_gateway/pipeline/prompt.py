@@ -29,10 +29,16 @@ class PromptedQuestion:
     started: float
 
 
-async def build_prompt(services: ChatServices, retrieved: RetrievedQuestion) -> PromptedQuestion:
+async def build_prompt(
+    services: ChatServices, retrieved: RetrievedQuestion, *, is_early: bool = False
+) -> PromptedQuestion:
     """Tokenize the conversation and as many chunks as fit.
 
-    Raises InvalidInput if the question does not fit.
+    Args:
+        is_early: The search goes on.
+
+    Raises:
+        InvalidInput: The question does not fit.
     """
     started = time.perf_counter()
     question, hits = retrieved.question, retrieved.search.hits
@@ -47,6 +53,7 @@ async def build_prompt(services: ChatServices, retrieved: RetrievedQuestion) -> 
                 max_tokens,
                 with_documents=question.retrieves,
                 domain=domain,
+                is_early=is_early,
             )
         else:
             parts = prompts.select_for_text(request.question(), hits, max_tokens)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ragcache_core.access.caller import Caller
-from ragcache_core.errors import InvalidInput, NotFound
+from ragcache_core.errors import InvalidInput
+from ragcache_gateway.admission.slo import Arrival
 from ragcache_gateway.background.quality_gate import GatedReuse
 from ragcache_gateway.chat.completion_schema import CompletionRequest
 from ragcache_gateway.chat.messages import question_field, read_conversation
@@ -18,7 +19,7 @@ from ragcache_gateway.chat.schema import (
 from ragcache_gateway.explain.progress import NO_PROGRESS, Progress
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.prompts.conversation import Conversation
-from ragcache_gateway.prompts.reuse_mode import ReuseMode, ServedModel, requested_reuse
+from ragcache_gateway.prompts.reuse_mode import ReuseMode, requested_reuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class Question:
     def retrieves(self) -> bool:
         """Whether the answer comes from documents."""
         return self.request.retrieves()
+
+    @property
+    def arrival(self) -> Arrival:
+        """When it arrived, and until when its client waits."""
+        return arrived(self.started, self.request)
 
     @property
     def reuse(self) -> ReuseMode:
@@ -66,10 +72,9 @@ def read_question(
 ) -> Question:
     """Check a request and decide how its answer may reuse KV.
 
-    Raises NotFound, NotAllowed or InvalidInput.
+    Raises NotAllowed, InvalidInput, or Refused if all engines are overloaded.
     """
     started = time.perf_counter()
-    check_model(services.model, request.model)
     options = request.ragcache
     if request.retrieves():
         caller.check_collection(options.collection, "ragcache.collection")
@@ -81,13 +86,20 @@ def read_question(
         raise InvalidInput(text_field(request), "has no text", "send a question")
     reuse = requested_reuse(options.reuse, options.max_recompute_share, services.default_reuse)
     gated = services.gate.apply(reuse, is_trial=options.trial)
+    position = services.tenant_queue.position(caller)
+    services.slo.check_queues(arrived(started, request), position)
     return Question(request, caller, conversation, gated, started)
 
 
-def check_model(served: ServedModel, model: str | None) -> None:
-    """Refuse a model that is not served. Raises NotFound."""
-    if model not in (None, served.name):
-        raise NotFound("model", str(model), f"ask for {served.name!r}")
+def arrived(started: float, request: ChatRequest | CompletionRequest) -> Arrival:
+    """Return the arrival of a request.
+
+    Args:
+        started: On the clock of time.perf_counter.
+    """
+    deadline_ms = request.ragcache.deadline_ms
+    deadline_s = None if deadline_ms is None else deadline_ms / 1e3
+    return Arrival(lambda: time.perf_counter() - started, deadline_s)
 
 
 def text_field(request: ChatRequest | CompletionRequest) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.planner.request_plan import PlannedPrompt
+from ragcache_core.scheduling.priority import GUESS_BAND, QueuePosition
 from ragcache_gateway.chat.schema import (
     ChatRequest,
 )
@@ -24,7 +24,6 @@ from ragcache_gateway.pipeline.retrieval import RetrievedQuestion
 from ragcache_gateway.planning.request_planner import PrefilledChunks
 from ragcache_gateway.prompts.builder import AnswerPrompt, PromptBuilder, PromptParts
 from ragcache_gateway.speculation.interim_stage import InterimStage, PrefillSteps, StagePrompt
-from ragcache_gateway.speculation.prefill import PREFILL_PRIORITY
 
 
 def prefill_steps(services: ChatServices, question: Question) -> PrefillSteps:
@@ -42,8 +41,8 @@ def prefill_steps(services: ChatServices, question: Question) -> PrefillSteps:
 
     async def build_head() -> StagePrompt:
         def select_head(prompts: PromptBuilder) -> tuple[PromptParts, PlannedPrompt]:
-            whole = prompts.frame(question.conversation, domain=domain)
-            frame = replace(whole, tail=())
+            whole = prompts.frame(question.conversation, domain=domain, is_early=True)
+            frame = whole.without_tail()
             parts = PromptParts(frame, (), (), max_tokens=1)
             return parts, services.chunk_keys.planned_prompt(parts, domain)
 
@@ -53,16 +52,14 @@ def prefill_steps(services: ChatServices, question: Question) -> PrefillSteps:
 
     async def build(stage: InterimStage, prefilled: Sequence[PrefilledChunks]) -> StagePrompt:
         retrieved = RetrievedQuestion(question, _unfinished_search(stage))
-        prompted = await build_prompt(services, retrieved)
+        prompted = await build_prompt(services, retrieved, is_early=True)
         ordered = await order_documents(services, prompted, prefilled)
         return StagePrompt(ordered.prompt, ordered.plan)
 
     async def request(stage: InterimStage | None, prompt: AnswerPrompt) -> dict[str, Any]:
         asked_at_ms = _unfinished_search(stage).asked_at_ms
         asked = await engine_request(services, question, prompt, asked_at_ms)
-        # A prefill never goes before questions of the same key.
-        priority = max(PREFILL_PRIORITY, question.caller.priority + 1)
-        return prefill_body(asked.body, priority)
+        return prefill_body(asked.body, QueuePosition(GUESS_BAND))
 
     return PrefillSteps(
         chunk_keys,

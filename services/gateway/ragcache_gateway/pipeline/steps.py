@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from ragcache_core.access.caller import Caller
+from ragcache_gateway.admission.deadline import within_deadline
 from ragcache_gateway.chat.completion_schema import CompletionRequest
 from ragcache_gateway.chat.schema import (
     ChatRequest,
 )
 from ragcache_gateway.pipeline.answer import Answer, generate
 from ragcache_gateway.pipeline.chat_services import ChatServices
-from ragcache_gateway.pipeline.plan import plan, report_plan, with_engine
+from ragcache_gateway.pipeline.metering import reserve_answer
+from ragcache_gateway.pipeline.plan import plan, queue_position, report_plan, with_engine, work_s
 from ragcache_gateway.pipeline.prompt import build_prompt
 from ragcache_gateway.pipeline.question import Question, read_question
 from ragcache_gateway.pipeline.retrieval import retrieve
@@ -41,10 +44,18 @@ async def answer_question(
     When the stack closes, the engine stops.
 
     Raises:
-        InvalidInput: The request is refused.
+        InvalidInput: The request is wrong.
         NotFound: The collection does not exist.
+        Refused: The answer would come too late, or its deadline has passed.
         Unavailable: The retriever or the engines failed.
     """
+    async with within_deadline(question.arrival):
+        return await _answer_in_time(services, question, stack)
+
+
+async def _answer_in_time(
+    services: ChatServices, question: Question, stack: AsyncExitStack
+) -> Answer:
     record_reading(services.tracer, question.conversation.question)
     stack.enter_context(services.idle.question())
     speculation, on_interim_stage = None, None
@@ -71,5 +82,12 @@ async def answer_question(
     current_span().set(answer=planned.request.id, reuse=question.reuse.mode, **planned.sizes())
     prefilled = await speculation.settle(planned.prompt.prompt) if speculation else ()
     prefills = speculation.prefills if speculation else ()
-    report_plan(planned)
-    return await generate(services, with_engine(services, planned, prefilled), stack, prefills)
+    report_plan(services, planned)
+    planned = with_engine(services, planned, prefilled)
+    engine = services.planner.engine_of(planned.plan)
+    with services.tenant_queue.waiting(question.caller, work_s(planned)) as own:
+        planned = replace(planned, tenant_position=own)
+        position = queue_position(services, planned)
+        with services.slo.admitted(question.arrival, planned.plan, engine, position):
+            reserve_answer(planned, services.model.name)
+            return await generate(services, planned, stack, prefills)

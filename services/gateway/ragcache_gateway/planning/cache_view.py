@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from ragcache_core.cluster.engine_queue import EngineQueue
 from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.knowledge.predicted_cache import PredictedCache
@@ -22,7 +24,9 @@ from ragcache_gateway.tasks import BackgroundTasks
 from ragcache_gateway.telemetry.cache import SourceSummary
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.clients.feed_client import ENGINE_FEED, SHARD_FEED, FeedClient
+from ragcache_wire.feeds.engine_load import from_load_message
 from ragcache_wire.settings import GatewaySettings
+from ragcache_wire.v1 import node_feed_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +35,10 @@ _ENGINE: Final = "engine:"
 PREDICTED_BLOCK_TOKENS: Final = 128
 """Block size of vLLM on CPUs. On GPUs blocks are smaller, so the prediction is too low by less than
 a block."""
+
+
+_FeedId = tuple[str, str, str]
+"""Source, address of its feed, and name of the gateway's client of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,8 @@ class CacheView(BackgroundTasks):
             engine has no gRPC server.
         shards: Returns the addresses of the shards.
         metrics: Get the number of sources by state.
+        queues: Returns the queue of the engine at an address, which its feed keeps current. None:
+            the engine has left.
     """
 
     def __init__(
@@ -55,6 +65,7 @@ class CacheView(BackgroundTasks):
         shards: Callable[[], Sequence[str]],
         settings: GatewaySettings,
         metrics: Metrics,
+        queues: Callable[[str], EngineQueue | None] = lambda _: None,
     ) -> None:
         super().__init__()
         # Assumed for an engine that does not report what it has. The hits that it reports correct
@@ -63,10 +74,11 @@ class CacheView(BackgroundTasks):
         self.tree = KnowledgeTree(settings.view_max_nodes)
         self._engines = engines
         self._shards = shards
+        self._queues = queues
         self._keys = settings.signing_key_file
         self._poll_s = settings.engine_watch_s
         self._metrics = metrics
-        self._followed: dict[tuple[str, str], _Followed] = {}  # by source and feed
+        self._followed: dict[_FeedId, _Followed] = {}
         self._predicted: dict[str, PredictedCache] = {}  # by source
 
     def start(self) -> None:
@@ -131,24 +143,40 @@ class CacheView(BackgroundTasks):
 
     def update(self) -> None:
         """Follow sources that have come, and forget those that have gone."""
-        engines = {engine_source(one): feed for one, feed in self._engines().items()}
-        feeds = {(source, feed): ENGINE_FEED for source, feed in engines.items() if feed}
-        feeds |= {(shard_source(one), one): SHARD_FEED for one in self._shards()}
+        engines = dict(self._engines())
+        queues = {one: self._queues(one) for one, feed in engines.items() if feed}
+        feeds: dict[_FeedId, EngineQueue | None] = {
+            (engine_source(one), engines[one] or "", queue.sender if queue else ""): queue
+            for one, queue in queues.items()
+        }
+        feeds |= {(shard_source(one), one, ""): None for one in self._shards()}
         for gone in self._followed.keys() - feeds.keys():
             self._followed.pop(gone).task.cancel()
-        for source, feed in feeds.keys() - self._followed.keys():
-            client = FeedClient(feed, feeds[source, feed], self._keys)
-            end_prediction = partial(self._end_prediction, source)
-            follower = SourceFollower(self.tree, source, client, on_served=end_prediction)
-            task = self._spawn(follower.run(), f"feed {source}")
-            self._followed[source, feed] = _Followed(follower, task)
-        self._update_predicted(engines)
+        for one in feeds.keys() - self._followed.keys():
+            self._follow(one, feeds[one])
+        self._update_predicted({engine_source(one): feed for one, feed in engines.items()})
+
+    def _follow(self, one: _FeedId, queue: EngineQueue | None) -> None:
+        source, feed, reader = one
+        method = ENGINE_FEED if source.startswith(_ENGINE) else SHARD_FEED
+        follower = SourceFollower(
+            self.tree,
+            source,
+            FeedClient(feed, method, self._keys, reader),
+            on_served=partial(self._end_prediction, source),
+            on_message=partial(_update_queue, queue) if queue is not None else lambda _: None,
+        )
+        task = self._spawn(follower.run(), f"feed {source}")
+        self._followed[one] = _Followed(follower, task)
 
     def _update_predicted(self, engines: Mapping[str, str | None]) -> None:
+        not_served = {
+            one.follower.source
+            for one in self._followed.values()
+            if one.follower.state is FeedState.NOT_SERVED
+        }
         without_feed = {
-            source
-            for source, feed in engines.items()
-            if feed is None or self._followed[source, feed].follower.state is FeedState.NOT_SERVED
+            source for source, feed in engines.items() if feed is None or source in not_served
         }
         for source in self._predicted.keys() - without_feed:
             self._end_prediction(source)
@@ -177,6 +205,16 @@ class CacheView(BackgroundTasks):
     async def _refresh(self) -> None:
         self.update()
         self._count_sources()
+
+
+def _update_queue(queue: EngineQueue, message: pb.NodeChanges) -> None:
+    """Take over what an engine says of its queue."""
+    now_s = time.monotonic()
+    if message.HasField("load"):
+        load, accepted = from_load_message(message.load)
+        queue.publish(load, accepted, now_s)
+    else:
+        queue.hear(now_s)
 
 
 def engine_source(address: str) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Final, Literal
+from typing import Literal
 
 from ragcache_core.identity.keys import ChunkKey, KVSpace
-from ragcache_core.planner.planner import plan_request
+from ragcache_core.planner.engine_pair import plan_engines
 from ragcache_core.planner.request_plan import (
     ChunkAction,
     ChunkDecision,
@@ -22,6 +21,8 @@ from ragcache_core.planner.request_plan import (
     RequestPlan,
 )
 from ragcache_core.planner.stored_path import is_on_disk_only
+from ragcache_core.scheduling.priority import QueuePosition
+from ragcache_gateway.admission.decode_limit import DecodeLimit
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.engine_load import EngineLoads
 from ragcache_gateway.planning.cache_view import CacheView, engine_address, engine_source
@@ -31,9 +32,6 @@ from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.tracing import Span, Tracer
 
 Order = Literal["rank", "cached"]
-
-_ROUNDING: Final = 1e-6
-"""A sum of predicted seconds may be off by less than this share of one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,7 @@ class RequestPlanner:
         tracer: Tracer | None = None,
     ) -> None:
         self._tracer = tracer or Tracer()
+        self._decodes = DecodeLimit(settings, loads)
         self._view = view
         self._default_order: Order = settings.order
         self._max_displacement = settings.max_displacement
@@ -78,7 +77,6 @@ class RequestPlanner:
         self._engines = loads.engines
         self._loads = loads
         self._clock = clock
-        self._waiting_s: dict[str, float] = {}  # predicted work without a first token, by address
 
     def now(self) -> float:
         """Return the time, in seconds of a clock that never goes back."""
@@ -92,6 +90,7 @@ class RequestPlanner:
         *,
         is_trial: bool,
         prefilled: Sequence[PrefilledChunks] = (),
+        position: QueuePosition | None = None,
     ) -> RequestPlan:
         """Choose the order of a prompt's documents and its engine.
 
@@ -100,6 +99,7 @@ class RequestPlanner:
             prefilled: What engines have computed for the question. The engine of a confirmed prompt
                 is chosen if it is healthy.
             is_trial: The request measures quality, so documents keep their ranks.
+            position: In the engines' queues. None: after all that waits.
         """
         policy = PlanPolicy(
             order="rank" if is_trial else order or self._default_order,
@@ -108,24 +108,11 @@ class RequestPlanner:
             recompute_share=reuse.max_recompute_share,
             token_bytes=self._token_bytes,
         )
-        healthy = self._engines.healthy
-        confirmed = [one.engine for one in prefilled if one.is_confirmed and one.engine in healthy]
-        engines = [
-            PlannedEngine(
-                engine_source(engine.address),
-                self._loads.costs(engine),
-                self._waiting_s.get(engine.address, 0.0) + self._loads.queue_s(engine.address),
-                engine.in_flight
-                - sum(one.is_running and one.engine is engine for one in prefilled),
-                self._engines.last_chosen(engine),
-                reads_store=engine.records is not None,
-                computed=[one.chunks for one in prefilled if one.engine is engine],
-            )
-            for engine in confirmed or healthy
-        ]
+        candidates = self._candidates(prefilled)
+        engines = [self._planned(engine, prefilled, position) for engine in candidates]
         tree = self._view.tree
         with self._tracer.start_step("plan") as span:
-            plan = plan_request(tree, prompt, engines, policy, self._stale())
+            plan = plan_engines(tree, prompt, engines, policy, self._stale())
             describe_plan(span, plan)
         return plan
 
@@ -135,16 +122,20 @@ class RequestPlanner:
         prompt: PlannedPrompt,
         reuse: ReuseMode,
         prefilled: Sequence[PrefilledChunks] = (),
+        position: QueuePosition | None = None,
     ) -> RequestPlan:
         """Choose the engine again right before the request is sent, for the order of a plan.
 
-        Other requests may have been sent since the plan was made. ``prefilled`` is as in ``plan``.
+        Other requests may have been sent since the plan was made. ``prefilled`` and ``position``
+        are as in ``plan``.
         """
         if len(self._engines.healthy) < 2 and not prefilled:
             return plan
         documents = [prompt.documents[rank] for rank in plan.order]
         ordered = replace(prompt, documents=documents)
-        renewed = self.plan(ordered, reuse, "rank", is_trial=False, prefilled=prefilled)
+        renewed = self.plan(
+            ordered, reuse, "rank", is_trial=False, prefilled=prefilled, position=position
+        )
         # Its ranks are those of the ordered documents, and it has compared no other order.
         other = renewed.runner_up
         runner_up = None if other is None else replace(other, order=plan.order)
@@ -156,26 +147,12 @@ class RequestPlanner:
         return any(is_on_disk_only(tree, chunk, stale) for chunk in chunks)
 
     def engine_of(self, plan: RequestPlan) -> Engine | None:
-        """Return the engine that a plan has chosen. None: it has left."""
-        return next(
-            (e for e in self._engines.known if engine_source(e.address) == plan.source), None
-        )
+        """Return the engine that a plan has chosen for the answer. None: it has left."""
+        return self._engine(plan.source)
 
-    @contextmanager
-    def waiting(self, engine: Engine | None, plan: RequestPlan) -> Generator[None, None, None]:
-        """Count the predicted time of a request in its engine's queue, until its first token."""
-        work_s = plan.seconds.total_s - plan.seconds.queue_s if plan.seconds else 0.0
-        if engine is None or not work_s:
-            yield
-            return
-        address = engine.address
-        self._waiting_s[address] = self._waiting_s.get(address, 0.0) + work_s
-        try:
-            yield
-        finally:
-            left_s = self._waiting_s.pop(address, 0.0) - work_s
-            if left_s > work_s * _ROUNDING:
-                self._waiting_s[address] = left_s
+    def prefill_engine_of(self, plan: RequestPlan) -> Engine | None:
+        """Return the engine that a plan has chosen for the prompt. None: it has left."""
+        return self._engine(plan.prefill_source or plan.source)
 
     def computed(self, engine: Engine, plan: RequestPlan, *, blends: bool) -> None:
         """Record that an engine has computed a prompt: its prefix cache has it now.
@@ -184,17 +161,20 @@ class RequestPlanner:
             blends: The engine may have blended chunks. No other request finds those, nor what was
                 computed after them.
         """
-        now = self.now()
-        self._view.tree.record_use([decision.chunk for decision in plan.decisions], now)
+        self._view.tree.record_use([decision.chunk for decision in plan.decisions], self.now())
+        self.record_prefilled(engine, plan, blends=blends)
+
+    def record_prefilled(self, engine: Engine, plan: RequestPlan, *, blends: bool = False) -> None:
+        """Record that an engine has computed a prompt, which is no use of it.
+
+        Args:
+            blends: As in ``computed``.
+        """
         decisions = plan.decisions
         if blends:
             exact = (ChunkAction.CACHED, ChunkAction.LOAD)
             decisions = tuple(takewhile(lambda one: one.action in exact, decisions))
-        self._predict(engine, decisions, now)
-
-    def record_prefilled(self, engine: Engine, plan: RequestPlan) -> None:
-        """Record that an engine has computed a prefill or a system prompt exactly. It is no use."""
-        self._predict(engine, plan.decisions, self.now())
+        self._predict(engine, decisions, self.now())
 
     def observe_hit(
         self, engine: Engine, plan: RequestPlan, cached_tokens: int, sent_s: float
@@ -207,6 +187,36 @@ class RequestPlanner:
         """
         chunks = [decision.chunk for decision in plan.decisions]
         self._view.observe_hit(engine.address, chunks, cached_tokens, sent_s)
+
+    def _engine(self, source: str) -> Engine | None:
+        return next((e for e in self._engines.known if engine_source(e.address) == source), None)
+
+    def _candidates(self, prefilled: Sequence[PrefilledChunks]) -> list[Engine]:
+        """Return the engines to compare. One that only prefills needs another one to decode."""
+        healthy = self._engines.healthy
+        confirmed = [one.engine for one in prefilled if one.is_confirmed and one.engine in healthy]
+        if any(engine.role != "prefill" for engine in confirmed):
+            return confirmed
+        decoding = self._decodes.with_room([one for one in healthy if one.role != "prefill"])
+        return [*(confirmed or [one for one in healthy if one.role == "prefill"]), *decoding]
+
+    def _planned(
+        self, engine: Engine, prefilled: Sequence[PrefilledChunks], position: QueuePosition | None
+    ) -> PlannedEngine:
+        load = self._loads.load(engine)
+        own = [one for one in prefilled if one.engine is engine]
+        return PlannedEngine(
+            engine_source(engine.address),
+            self._loads.costs(engine),
+            self._loads.queue_s(engine, position),
+            engine.in_flight - sum(one.is_running for one in own),
+            self._engines.last_chosen(engine),
+            reads_store=engine.records is not None,
+            computed=[one.chunks for one in own],
+            num_decoding=load.num_decoding,
+            free_tokens=load.free_tokens,
+            role=engine.role,
+        )
 
     def _stale(self) -> frozenset[str]:
         """Return the sources whose part of the tree may be out of date."""
@@ -226,6 +236,7 @@ def describe_plan(span: Span, plan: RequestPlan) -> None:
     span.set(
         considered=plan.num_considered,
         engine=engine_address(plan.source),
+        prefill_engine=engine_address(plan.prefill_source or plan.source),
         reordered=plan.is_reordered,
         **chunks,
         **_predicted(plan.seconds),

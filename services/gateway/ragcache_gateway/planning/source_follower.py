@@ -61,6 +61,7 @@ class SourceFollower:
         client: The source's feed. The follower closes it.
         clock: Returns seconds of a monotonic clock.
         on_served: Called before the first message of a source that had no feed.
+        on_message: Called with each message when it comes.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class SourceFollower:
         client: FeedClient,
         clock: Callable[[], float] = time.monotonic,
         on_served: Callable[[], None] = lambda: None,
+        on_message: Callable[[pb.NodeChanges], None] = lambda _: None,
     ) -> None:
         self.source = source
         self.snapshots = 0
@@ -77,7 +79,7 @@ class SourceFollower:
         self._tree = tree
         self._client = client
         self._clock = clock
-        self._on_served = on_served
+        self._on_served, self._on_message = on_served, on_message
         self._position = FeedPosition()
         self._connected = False
         self._served = True
@@ -161,6 +163,7 @@ class SourceFollower:
                     self._on_served()
                 self._connected, self._served = True, True
                 self._heard_at = self._clock()
+                self._on_message(message)
                 if not await self._apply(message):
                     return "changes were lost"
 

@@ -28,6 +28,7 @@ from ragcache_gateway.prompts.passages import (
     group_by_document,
     passage_text,
 )
+from ragcache_gateway.prompts.prompt_text import PromptText
 from ragcache_gateway.prompts.tokenizer import (
     TEMPLATE_ERRORS,
     ChatTokenizer,
@@ -52,14 +53,20 @@ class TemplateFrame:
     Attributes:
         head: Token ids before the chunks.
         tail: Token ids after the chunks.
+        text: The same as text.
         stable_head: See ``Prompt``.
         comes_once: See ``Prompt``.
     """
 
     head: Sequence[int]
     tail: Sequence[int]
+    text: PromptText
     stable_head: int = 0
     comes_once: bool = False
+
+    def without_tail(self) -> TemplateFrame:
+        """Return what comes before the chunks alone."""
+        return replace(self, tail=(), text=self.text.head())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +74,19 @@ class AnswerPrompt:
     """A prompt, the passages in it, and how many tokens the answer may have.
 
     Args:
+        text: The prompt as text.
         warnings: What the prompt lacks of what was found, and the answer of its tokens.
     """
 
     prompt: Prompt
-    passages: tuple[Passage, ...]
+    text: PromptText
     max_tokens: int
     warnings: tuple[str, ...] = ()
+
+    @property
+    def passages(self) -> tuple[Passage, ...]:
+        """The documents in the prompt."""
+        return self.text.passages
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +123,8 @@ class PromptParts:
             [chunk.digest for chunk in chunks],
         )
         prompt = replace(prompt, comes_once=frame.comes_once)
-        return AnswerPrompt(prompt, passages, self.max_tokens, self.warnings)
+        text = replace(frame.text, passages=passages)
+        return AnswerPrompt(prompt, text, self.max_tokens, self.warnings)
 
 
 class PromptThread:
@@ -156,6 +170,13 @@ class PromptBuilder:
         self._chunks = TokenCache(cache_bytes)
         self._has_warned = False
         self._stable_prefixes = StablePrefixes()
+        # Such as those of prompts that write search queries, which come again with each question.
+        self._heads_alone = StablePrefixes()
+
+    @property
+    def tokenizer_identity(self) -> str:
+        """Equal for tokenizers that give a chunk the same tokens."""
+        return self._tokenizer.identity
 
     def build(
         self,
@@ -179,18 +200,22 @@ class PromptBuilder:
         *,
         with_documents: bool = True,
         domain: str = PUBLIC_DOMAIN,
+        is_early: bool = False,
     ) -> PromptParts:
         """Select as many documents as fit beside the messages and the answer.
 
         Args:
             with_documents: See ``frame``.
             domain: See ``frame``.
+            is_early: See ``frame``.
 
         Raises:
             InvalidInput: The messages leave no space for the answer or for one chunk.
         """
         max_tokens = max_tokens or self._default_max_tokens
-        frame = self.frame(conversation, with_documents=with_documents, domain=domain)
+        frame = self.frame(
+            conversation, with_documents=with_documents, domain=domain, is_early=is_early
+        )
         return self._with_chunks(frame, hits, max_tokens)
 
     def select_for_text(
@@ -203,7 +228,11 @@ class PromptBuilder:
         """
         max_tokens = max_tokens or self._default_max_tokens
         self._check_length(len(text))
-        frame = TemplateFrame(self._tokenizer.beginning(), self._tokenizer.encode_template(text))
+        frame = TemplateFrame(
+            self._tokenizer.beginning(),
+            self._tokenizer.encode_template(text),
+            PromptText(None, text, None, clean=self._tokenizer.spelled_apart),
+        )
         return self._with_chunks(frame, hits, max_tokens)
 
     def count_tokens(self, texts: Sequence[str]) -> int:
@@ -261,6 +290,7 @@ class PromptBuilder:
         *,
         with_documents: bool = True,
         domain: str = PUBLIC_DOMAIN,
+        is_early: bool = False,
     ) -> TemplateFrame:
         """Render the chat template and tokenize what comes before and after the chunks.
 
@@ -272,6 +302,7 @@ class PromptBuilder:
             with_documents: Whether chunks follow the system prompt. Without them, the head ends
                 with the system prompt, and a conversation without one has no head.
             domain: Access domain of the caller.
+            is_early: The prompt is made before the question's search has ended.
 
         Raises:
             InvalidInput: The template does not accept this conversation, or it cannot fit the
@@ -288,6 +319,13 @@ class PromptBuilder:
         else:
             before, after = text, ""
         separator = CHUNK_SEPARATOR if with_documents and before else ""
+        plain = PromptText(
+            None if system is None else before.replace(STABLE_PREFIX_END, "") + separator,
+            after,
+            conversation.turns,
+            conversation.template,
+            clean=self._tokenizer.spelled_apart,
+        )
         messages = [turn.to_template() for turn in conversation.turns]
         if system is not None:
             content = f"{before}{separator}{CHUNKS_PLACEHOLDER}{after}"
@@ -298,14 +336,14 @@ class PromptBuilder:
             if system and not conversation.turns:
                 # Some templates want a user's message, and some programs send instructions alone.
                 asked = replace(Conversation.asking(None, system), template=conversation.template)
-                return self.frame(asked, with_documents=False, domain=domain)
+                return self.frame(asked, with_documents=False, domain=domain, is_early=is_early)
             raise InvalidInput(
                 "messages",
                 f"are refused by the model's chat template: {error}",
                 "alternate user and assistant, starting with user",
             ) from error
         if system is None:
-            return TemplateFrame((), self._tokenizer.encode_template(text))
+            return TemplateFrame((), self._tokenizer.encode_template(text), plain)
         parts = text.split(CHUNKS_PLACEHOLDER)
         if len(parts) != 2:
             raise InvalidInput(
@@ -317,11 +355,12 @@ class PromptBuilder:
             self._tokenizer.encode_template(part) for part in parts[0].split(STABLE_PREFIX_END)
         )
         head = [*first, *itertools.chain(*rest)]
-        found = self._stable_prefixes.split(head, domain)
+        prefixes = self._stable_prefixes if with_documents else self._heads_alone
+        found = prefixes.split(head, domain, is_early=is_early)
         stable_head = len(first) if rest else found
-        comes_once = self._stable_prefixes.comes_once(head, domain)
+        comes_once = prefixes.comes_once(head, domain)
         tail = self._tokenizer.encode_template(parts[1])
-        return TemplateFrame(head, tail, stable_head, comes_once)
+        return TemplateFrame(head, tail, plain, stable_head, comes_once)
 
     def chunk_digest(self, chunk: pb.Chunk) -> bytes:
         """Return the ``token_digest`` of a found chunk."""

@@ -67,6 +67,10 @@ class ChatTokenizer:
         """
         return self._chunks.encode_chunk(text)
 
+    def spelled_apart(self, text: str) -> str:
+        """Return a text in which no control token is spelled, for servers that take text."""
+        return self._chunks.spelled_apart(text)
+
     def unpack(self, packed: bytes) -> PackedIds | None:
         """Return a chunk's token ids from their bytes; None if no chunk can have them."""
         return self._chunks.unpack(packed)

@@ -13,11 +13,10 @@ from itertools import accumulate
 from typing import Any
 
 from ragcache_core.errors import RagCacheError
-from ragcache_core.identity.keys import ChunkKey
+from ragcache_core.identity.keys import ChunkKey, common_tokens
 from ragcache_core.plan.prompt import Prompt
 from ragcache_core.planner.speculation import (
     GuessCost,
-    common_tokens,
     computed_tokens,
     saved_s,
 )
@@ -28,10 +27,6 @@ from ragcache_gateway.speculation.interim_stage import StagePrompt
 from ragcache_wire.tracing import NO_SPAN, Span
 
 log = logging.getLogger(__name__)
-
-PREFILL_PRIORITY = 1
-"""Priority of a prefill. In vLLM a lower number comes first. A question has 0 unless its key
-says otherwise, and background work has the lowest priority."""
 
 
 class PrefillState(Enum):
@@ -128,6 +123,12 @@ class SpeculativePrefill:
         """Predicted seconds that the prefill has saved if it was right; 0 before its end."""
         return saved_s(self.speculative.cost, self._computed_tokens)
 
+    @property
+    def left_s(self) -> float:
+        """Predicted seconds that the prefill still takes, if it did not wait."""
+        elapsed_s = time.perf_counter() - self.started_s
+        return max(0.0, self.speculative.cost.prefill_s - elapsed_s)
+
     def wasted_tokens(self, final: Prompt | None) -> int:
         """Return how many tokens were computed that a prompt does not have, as far as is known.
 
@@ -168,7 +169,8 @@ class SpeculativePrefill:
     ) -> None:
         try:
             async with AsyncExitStack() as stack:
-                completion = await engines.complete_on(self.engine, body, stack)
+                work_s = self.speculative.cost.prefill_s
+                completion = await engines.complete_on(self.engine, body, stack, work_s)
                 async for _ in completion.deltas():
                     pass
         except RagCacheError as error:

@@ -207,12 +207,11 @@ class SpeculativeSearch:
         if self._usual_s <= LEAST_SAVING_S:
             return  # no saving could be large enough
         head = await build_head()
-        engine = self._speculator.planner.engine_of(head.plan)
-        cost = self._speculator.head_cost(engine, head) if engine is not None else None
-        if engine is None or cost is None:
+        engine = self._speculator.planner.prefill_engine_of(head.plan)
+        if engine is None:
             return
-        load = self._speculator.load(engine, None)
-        if is_beneficial(1.0, self._usual_s, cost, load):
+        cost = self._speculator.warm_up_cost(engine, head, self._usual_s)
+        if cost is not None:
             await self._start(SpeculativePrompt(_WARM_UP, head, cost), engine, None)
             self._metrics.speculation_warm_ups.inc()
 
@@ -279,7 +278,7 @@ class SpeculativeSearch:
     ) -> tuple[Engine, SpeculativePrompt] | tuple[None, None]:
         """Build the prompt of a stage, with its engine; None if it should not be computed."""
         staged = await self._steps.build(stage, self._prefilled())
-        engine = self._speculator.planner.engine_of(staged.plan)
+        engine = self._speculator.planner.prefill_engine_of(staged.plan)
         cost = self._speculator.cost(engine, staged) if engine is not None else None
         if engine is None or cost is None:
             return None, None

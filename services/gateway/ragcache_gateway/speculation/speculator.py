@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ragcache_core.planner.speculation import GuessCost, Load, may_be_beneficial
+from ragcache_core.planner.speculation import GuessCost, Load, is_beneficial, may_be_beneficial
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.engine_load import RECOMPUTED_TOKENS, EngineLoads
 from ragcache_gateway.engines.pool import EnginePool
@@ -49,7 +49,7 @@ class Speculator:
     def load(self, engine: Engine, own: SpeculativePrefill | None) -> Load:
         """Return what an engine has to do beside a question's own prefill."""
         is_own = own is not None and own.engine is engine and own.state is PrefillState.RUNNING
-        return self._loads.load(engine, own_in_flight=int(is_own), own_pending=int(is_own))
+        return self._loads.load_for_guess(engine, own.left_s if own and is_own else None)
 
     def cost(self, engine: Engine, staged: StagePrompt, *, spared: int = 0) -> GuessCost | None:
         """Return what an engine loads and computes for a prompt, by the prompt's plan.
@@ -64,14 +64,28 @@ class Speculator:
         load_s = plan.seconds.load_s if plan.seconds is not None else 0.0
         return self._loads.prefill_cost(engine, cached, computed, load_s)
 
-    def head_cost(self, engine: Engine, head: StagePrompt) -> GuessCost | None:
-        """Return what an engine loads and computes for a prompt's head, see ``cost``.
+    def warm_up_cost(
+        self, engine: Engine, head: StagePrompt, remaining_s: float
+    ) -> GuessCost | None:
+        """Return the cost of a prompt's head, if it is beneficial to compute it during a search.
 
         The question has to compute the rest of its prompt anyway, so its request is not a second
-        one. The last tokens of the head do not count: they may fill no block.
+        one. The last tokens of the head do not count: they may fill no block. An engine without
+        RagCache tells no costs. It computes a head that it lacks while nothing else waits for it,
+        as in RAGCache++, section 3.6.
+
+        Args:
+            remaining_s: Expected time to the end of the search.
         """
+        load = self.load(engine, None)
         cost = self.cost(engine, head, spared=RECOMPUTED_TOKENS)
-        return None if cost is None else replace(cost, again_s=0.0)
+        if cost is not None:
+            cost = replace(cost, again_s=0.0)
+            return cost if is_beneficial(1.0, remaining_s, cost, load) else None
+        num_tokens = len(head.answer.prompt.token_ids) - head.plan.reused_tokens
+        if engine.records is not None or load.num_pending or num_tokens <= RECOMPUTED_TOKENS:
+            return None
+        return GuessCost(num_tokens, 0.0, 0.0, 0.0, pass_tokens=num_tokens)
 
     def start_prefill(
         self, speculative: SpeculativePrompt, engine: Engine, body: Mapping[str, Any]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prometheus_client import Counter
 
+from ragcache_core.scheduling.admission import RefusalCode
 from ragcache_gateway.telemetry.tenant_metrics import TenantMetrics
 from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.telemetry.catalogue import gateway as rows
@@ -76,29 +78,48 @@ class Metrics:
     """The metrics of one gateway.
 
     Args:
-        model: Name of the served model.
+        model: Name of the model whose series are set. See ``of_model`` for others.
     """
 
     def __init__(self, model: str = "") -> None:
         self._instruments = MetricRegistry("gateway")
         self.registry = self._instruments.collectors
-        self._define_answer_metrics(model)
+        self._define_answer_metrics()
         self._define_request_metrics()
         self._define_engine_metrics()
         self._define_background_metrics()
         self._define_speculation_metrics()
         self._define_delete_metrics()
         self.tenants = TenantMetrics(self._instruments)
+        self._select_model(model)
 
-    def _define_answer_metrics(self, model: str) -> None:
+    def of_model(self, model: str) -> Metrics:
+        """Return the same metrics with the series of another model, where the model is a label."""
+        found = copy.copy(self)
+        found._select_model(model)
+        return found
+
+    def _select_model(self, model: str) -> None:
         labels = (names.OPERATION_CHAT, names.PROVIDER, model)
+        self._first_token = self._first_tokens.labels(*labels)
+        self._request_duration = self._request_durations.labels(*labels)
+        self._output_token = self._output_tokens_s.labels(*labels)
+        self._input_tokens = self._usage.labels(*labels, names.INPUT_TOKENS)
+        self._output_tokens = self._usage.labels(*labels, names.OUTPUT_TOKENS)
+        self.precompute_waiting = self._precompute_waiting.labels(model)
+        self.blend_alpha = self._blend_alpha.labels(model)
+        self.blend_quality = self._blend_quality.labels(model)
+        self.blend_recomputed = self._blend_recomputed.labels(model)
+        for gauge in (self.blend_alpha, self.blend_quality, self.blend_recomputed):
+            gauge.set(math.nan)
+
+    def _define_answer_metrics(self) -> None:
         registry = self._instruments
-        self._first_token = registry.histogram(rows.TIME_TO_FIRST_TOKEN).labels(*labels)
-        self._request_duration = registry.histogram(rows.REQUEST_DURATION).labels(*labels)
-        self._output_token = registry.histogram(rows.TIME_PER_OUTPUT_TOKEN).labels(*labels)
-        usage = registry.histogram(rows.TOKEN_USAGE)
-        self._input_tokens = usage.labels(*labels, names.INPUT_TOKENS)
-        self._output_tokens = usage.labels(*labels, names.OUTPUT_TOKENS)
+        self._first_tokens = registry.histogram(rows.TIME_TO_FIRST_TOKEN)
+        self._predicted_first_token = registry.histogram(rows.PREDICTED_TIME_TO_FIRST_TOKEN)
+        self._request_durations = registry.histogram(rows.REQUEST_DURATION)
+        self._output_tokens_s = registry.histogram(rows.TIME_PER_OUTPUT_TOKEN)
+        self._usage = registry.histogram(rows.TOKEN_USAGE)
         self._stage = registry.histogram(rows.STAGE)
         self._prompt_tokens = registry.counter(rows.PROMPT_TOKENS)
         self._loaded_bytes = registry.counter(rows.LOADED_BYTES)
@@ -116,9 +137,13 @@ class Metrics:
         self.in_flight = self._instruments.gauge(rows.REQUESTS_IN_FLIGHT)
         self.connections = self._instruments.gauge(rows.CONNECTIONS)
         self.connections_refused = self._instruments.counter(rows.CONNECTIONS_REFUSED)
+        self.refusals = self._instruments.counter(rows.REFUSALS)
+        for reason in RefusalCode:
+            self.refusals.labels(reason)
         self.slow_headers = self._instruments.counter(rows.SLOW_HEADERS)
         self.disconnects = self._instruments.counter(rows.CLIENT_DISCONNECTS)
         self.upstream_failures = self._instruments.counter(rows.UPSTREAM_FAILURES)
+        self.answers_resumed = self._instruments.counter(rows.ANSWERS_RESUMED)
         # They exist before the first failure, so that a query tells zero from nothing.
         for part in ("engine", "retriever", "cachestore"):
             self.upstream_failures.labels(part)
@@ -126,20 +151,19 @@ class Metrics:
     def _define_engine_metrics(self) -> None:
         self.engine_in_flight = self._instruments.gauge(rows.ENGINE_REQUESTS_IN_FLIGHT)
         self.engine_failures = self._instruments.counter(rows.ENGINE_FAILURES)
+        self.handoffs = self._instruments.counter(rows.HANDOFFS)
         self._sources = self._instruments.gauge(rows.SOURCES)
 
     def _define_background_metrics(self) -> None:
         registry = self._instruments
         self.precomputed = registry.counter(rows.PRECOMPUTED_CHUNKS)
-        self.precompute_waiting = registry.gauge(rows.PRECOMPUTE_WAITING_CHUNKS)
+        self._precompute_waiting = registry.gauge(rows.PRECOMPUTE_WAITING_CHUNKS)
         self.precomputed_tokens = registry.counter(rows.PRECOMPUTED_TOKENS)
         self.precompute_seconds = registry.counter(rows.PRECOMPUTE_SECONDS)
         self.background_delay = registry.counter(rows.BACKGROUND_DELAY)
-        self.blend_alpha = registry.gauge(rows.BLEND_ALPHA)
-        self.blend_quality = registry.gauge(rows.BLEND_EXPECTED_QUALITY)
-        self.blend_recomputed = registry.gauge(rows.BLEND_EXPECTED_RECOMPUTED)
-        for gauge in (self.blend_alpha, self.blend_quality, self.blend_recomputed):
-            gauge.set(math.nan)
+        self._blend_alpha = registry.gauge(rows.BLEND_ALPHA)
+        self._blend_quality = registry.gauge(rows.BLEND_EXPECTED_QUALITY)
+        self._blend_recomputed = registry.gauge(rows.BLEND_EXPECTED_RECOMPUTED)
         self.blend_trials = registry.counter(rows.BLEND_TRIALS)
 
     def _define_speculation_metrics(self) -> None:
@@ -168,6 +192,10 @@ class Metrics:
         """
         self._first_token.observe(first_token_s, _exemplar())
         self.tenants.observe_first_token(tenant, first_token_s)
+
+    def observe_predicted_first_token(self, predicted_s: float) -> None:
+        """Record the time to the first token that a question's last plan predicts, in seconds."""
+        self._predicted_first_token.observe(predicted_s, _exemplar())
 
     def observe_prediction(self, predicted_s: float, took_s: float) -> None:
         """Record the predicted and the measured time from the engine's queue to the first token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -11,22 +12,33 @@ from pydantic import ValidationError
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.packed_ids import PackedIds
+from ragcache_core.plan.prompt import assemble
 from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.scheduling.priority import QueuePosition, compose
 from ragcache_gateway.chat.completion_schema import CompletionRequest
 from ragcache_gateway.chat.messages import question_field, read_conversation
 from ragcache_gateway.chat.schema import MAX_DEPTH, MAX_PARTS, REFUSED_FIELDS, ChatRequest
 from ragcache_gateway.engines.completion import (
     CONTROL_FIELDS,
+    PROMPT_TEXT,
     client_body,
     endpoint_of,
     with_engine_controls,
     with_prompt,
 )
 from ragcache_gateway.http.errors import from_validation
+from ragcache_gateway.prompts.builder import AnswerPrompt
+from ragcache_gateway.prompts.prompt_text import PromptText
 from ragcache_gateway.prompts.reuse_mode import ReuseMode, requested_reuse
 
 ASK = {"messages": [{"role": "user", "content": "Where?"}]}
 PLAN = ReusePlan("chatcmpl-1", "public", ())
+
+
+def prompt_of(token_ids: list[int]) -> AnswerPrompt:
+    """Return a prompt of these tokens, which has no text."""
+    return AnswerPrompt(assemble((), (), token_ids), PromptText(None, "", ()), 1)
+
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -46,7 +58,7 @@ def body_of(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
     fields = client_body(
         request.engine_fields(), model="m", max_tokens_field=request.MAX_TOKENS_FIELD, max_tokens=3
     )
-    return with_prompt(fields, (1, 2), PLAN, None)
+    return with_prompt(fields, prompt_of([1, 2]), PLAN, None)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +171,7 @@ passed_values = st.recursive(
 def test_every_other_field_reaches_the_engine_as_it_was_sent(settings: dict[str, Any]) -> None:
     body = body_of(read(**settings))
     assert {name: body[name] for name in settings} == settings
-    fixed = {"model", "messages", "max_completion_tokens", "kv_transfer_params"}
+    fixed = {"model", "messages", "max_completion_tokens", "kv_transfer_params", PROMPT_TEXT}
     assert set(body) == fixed | set(settings)
 
 
@@ -291,8 +303,12 @@ def test_only_the_gateway_sets_a_salt_and_a_priority() -> None:
     body = body_of(read(cache_salt="mine", priority=-9))
     assert {"cache_salt", "priority"}.isdisjoint(body)
     assert with_engine_controls(body) == body
-    controlled = with_engine_controls(body, cache_salt="ours", priority=7)
-    assert controlled == {**body, "cache_salt": "ours", "priority": 7}
+    before_ms = time.time_ns() // 1_000_000
+    controlled = with_engine_controls(body, cache_salt="ours", position=QueuePosition(7, 500, 0.9))
+    after_ms = time.time_ns() // 1_000_000
+    priority = controlled.pop("priority")
+    assert compose(7, before_ms, 50) <= priority <= compose(7, after_ms, 50)
+    assert controlled == {**body, "cache_salt": "ours"}
 
 
 @pytest.mark.parametrize(

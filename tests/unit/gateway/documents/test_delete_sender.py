@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -14,8 +15,13 @@ from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, chunk_key_of_digest
 from ragcache_core.store_api import Deletion
 from ragcache_gateway.documents import delete_sender
-from ragcache_gateway.documents.delete_sender import ANSWER_WAIT_S, POLL_S, RETRY_S, DeleteSender
-from ragcache_gateway.prompts.reuse_mode import ServedModel
+from ragcache_gateway.documents.delete_sender import (
+    ANSWER_WAIT_S,
+    POLL_S,
+    RETRY_S,
+    DeleteSender,
+    DigestSpaces,
+)
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.retriever_client import RetrieverClient
@@ -25,7 +31,7 @@ from tests.kit.wait import until
 
 AWAY = Unavailable("cachestore", "gone")
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=4, dtype="bfloat16")
-MODEL = ServedModel("tiny", 1024, SPACE, None)
+SPACES = DigestSpaces((SPACE,))
 NOW_MS = 9000
 
 
@@ -79,11 +85,11 @@ class FakeOutbox:
 class World:
     """A DeleteSender between an outbox and shards."""
 
-    def __init__(self) -> None:
+    def __init__(self, spaces: DigestSpaces = SPACES) -> None:
         self.store, self.outbox, self.metrics = FakeShards(), FakeOutbox(), Metrics()
         self.domains: tuple[str, ...] = (PUBLIC_DOMAIN,)
         self.sender = DeleteSender(
-            MODEL,
+            spaces,
             lambda: self.domains,
             cast("RetrieverClient", self.outbox),
             cast("AsyncShardedStore", self.store),
@@ -118,6 +124,27 @@ async def test_a_delete_returns_how_many_variants_it_removed(world: World) -> No
     # A domain without documents would delete everything.
     assert (second.documents, second.domain) == ((), "")
     await until(lambda: len(world.outbox.complete) == 2)
+
+
+async def test_a_delete_has_the_keys_of_each_model_with_the_same_tokenizer() -> None:
+    other = replace(SPACE, model="other")
+    world = World(DigestSpaces((SPACE, other)))
+    await world.sender.send([delete(1), delete(2, names_document=True)])
+    sent = world.store.told["a:1"]
+    keys = [chunk_key_of_digest(space, PUBLIC_DOMAIN, bytes([1] * 16)) for space in (SPACE, other)]
+    assert [one.chunks for one in sent[:2]] == [(key,) for key in keys]
+    assert len({one.id for one in sent}) == 4, "a shard applies each id once"
+    assert [one.documents for one in sent] == [(), (), ("default/a",), ()]
+
+
+async def test_a_delete_names_its_document_for_models_with_other_tokenizers() -> None:
+    world = World(DigestSpaces((SPACE,), has_others=True))
+    everything = pb.OutboxDelete(id=bytes(16), everything=True)
+    await world.sender.send([delete(1), everything])
+    first, second = world.store.told["a:1"]
+    assert len(first.chunks) == 1
+    assert (first.documents, first.domain) == (("default/a",), PUBLIC_DOMAIN)
+    assert (second.documents, second.domain) == ((), PUBLIC_DOMAIN)
 
 
 async def test_a_delete_of_everything_names_the_domain_alone(world: World) -> None:

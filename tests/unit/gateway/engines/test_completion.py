@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.signature import is_signed
+from ragcache_core.scheduling.priority import GUESS_BAND, QueuePosition
 from ragcache_gateway.engines.completion import (
+    PROMPT_TEXT,
     TextDelta,
     Usage,
     error_from_response,
@@ -22,9 +24,11 @@ from ragcache_gateway.engines.completion import (
     transfer_params,
     with_prompt,
     without_plan,
+    without_text,
 )
 from ragcache_wire.watched.signing_keys import SigningKeys
-from tests.unit.gateway.chat.test_requests import PLAN, json_values
+from tests.kit.gateway import band_of
+from tests.unit.gateway.chat.test_requests import PLAN, json_values, prompt_of
 
 
 def test_events_of_the_engine_are_parsed() -> None:
@@ -72,8 +76,8 @@ def test_plans_are_signed_where_there_is_a_file_of_keys(tmp_path: Path) -> None:
 
 def test_a_body_for_an_engine_without_ragcache_has_the_prompt_and_no_controls_of_ours() -> None:
     chat = {"messages": [], "cache_salt": "tenant:a", "priority": -7}
-    body = with_prompt(chat, [1, 2], PLAN, None)
-    assert without_plan(body) == {
+    body = with_prompt(chat, prompt_of([1, 2]), PLAN, None)
+    assert without_plan(without_text(body)) == {
         "messages": [],
         "cache_salt": "tenant:a",
         "kv_transfer_params": {"prompt_token_ids": PackedIds.of([1, 2])},
@@ -91,10 +95,13 @@ def test_a_prefill_has_the_prompt_and_the_plan_and_nothing_of_the_answer() -> No
         "stream": True,
         "kv_transfer_params": {"ragcache": {"v": 1}},
         "cache_salt": "tenant",
+        PROMPT_TEXT: prompt_of([1, 2]).text,
     }
-    prefill = prefill_body(body, priority=1)
-    same = ("model", "prompt", "stream", "kv_transfer_params", "cache_salt")
+    prefill = prefill_body(body, QueuePosition(GUESS_BAND))
+    same = ("model", "prompt", "stream", "kv_transfer_params", "cache_salt", PROMPT_TEXT)
     assert {name: prefill.pop(name) for name in same} == {name: body[name] for name in same}
     assert prefill.pop("stream_options") == {"include_usage": True}
-    assert prefill == {"max_tokens": 1, "temperature": 0.0, "priority": 1}
+    assert band_of(prefill) == GUESS_BAND
+    assert prefill.pop("priority")
+    assert prefill == {"max_tokens": 1, "temperature": 0.0}
     assert plan_of(body) == {"v": 1}

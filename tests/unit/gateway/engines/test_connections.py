@@ -14,6 +14,7 @@ from ragcache_gateway.engines.connections import (
     AllConnectionsUsed,
     ConnectFailed,
     ConnectionProblem,
+    ConnectionTimes,
     EngineConnections,
 )
 
@@ -23,11 +24,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 
 def connections_to(port: int, max_connections: int = 8) -> EngineConnections:
     return EngineConnections(
-        f"127.0.0.1:{port}",
-        max_connections=max_connections,
-        connect_timeout_s=60,
-        write_timeout_s=60,
-        keepalive_s=60,
+        f"127.0.0.1:{port}", ConnectionTimes(60, 60, 60), max_connections=max_connections
     )
 
 

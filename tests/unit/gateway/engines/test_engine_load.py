@@ -9,8 +9,11 @@ from typing import cast
 
 import pytest
 
-from ragcache_core.cost.engine_costs import HALF_LIFE_S
+from ragcache_core.cluster.engine_queue import EngineQueue
+from ragcache_core.cluster.pending_work import EngineLoad
+from ragcache_core.cluster.sent_requests import AcceptedNumbers
 from ragcache_core.errors import Unavailable
+from ragcache_core.planner.speculation import Load
 from ragcache_gateway.engines import engine_load
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.engine_load import EngineLoads
@@ -26,10 +29,9 @@ class OneEngine:
 
     address: str = "one:80"
     in_flight: int = 0
-    pending: int = 0
+    queue: EngineQueue = field(default_factory=lambda: EngineQueue("gateway"))
     is_reachable: bool = True
     correction: float = 0.0
-    queue_s: float = 0.0
     asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def costs(self) -> engine_pb2.Costs:
@@ -39,7 +41,7 @@ class OneEngine:
         profile = engine_pb2.PrefillProfile(
             cached=[0], computed=[1, 1000], seconds=[TOKEN_S, 1000 * TOKEN_S], pass_tokens=100
         )
-        return engine_pb2.Costs(prefill=profile, correction=self.correction, queue_s=self.queue_s)
+        return engine_pb2.Costs(prefill=profile, correction=self.correction)
 
     def as_engine(self) -> Engine:
         return cast("Engine", self)
@@ -97,41 +99,26 @@ async def test_an_engine_that_starts_later_is_known_later(
     assert loads.prefill_cost(one.as_engine(), 0, 10, 0.0) is not None
 
 
-async def test_a_question_does_not_count_its_own_guess(one: OneEngine, loads: EngineLoads) -> None:
-    one.in_flight, one.pending = 5, 2
-    others = loads.load(one.as_engine(), own_in_flight=1, own_pending=1)
-    assert (others.num_pending, others.num_decoding) == (1, 3)
+async def test_a_question_waits_for_questions_and_a_guess_for_all_but_its_own(
+    one: OneEngine, loads: EngineLoads
+) -> None:
+    engine = one.as_engine()
+    one.in_flight = 5
+    one.queue.begin(2.0, is_background=False)
+    one.queue.begin(4.0, is_background=True)
+    assert loads.queue_s(engine) == 2.0
+    assert loads.load_for_guess(engine, None) == Load(2, 3, 6.0)
+    assert loads.load_for_guess(engine, 3.0) == Load(1, 3, 3.0)
+    assert loads.load_for_guess(engine, 7.0) == Load(1, 3, 0.0)
 
 
-async def test_measured_queues_count_less_with_time(one: OneEngine) -> None:
+async def test_a_published_queue_counts_with_what_was_sent_since(one: OneEngine) -> None:
     now = 100.0
-    loads = EngineLoads(pool_of(one), lambda: now)
-    await loads.start()
-    record = engine_pb2.RequestRecord(queue_s=1.0)
-    loads.observe(one.as_engine(), record)
-    first = loads.load(one.as_engine(), own_in_flight=0, own_pending=0).queue_s
-    assert 0 < first < 1
-    loads.observe(one.as_engine(), record)
-    second = loads.load(one.as_engine(), own_in_flight=0, own_pending=0).queue_s
-    assert first < second < 1
-    now += HALF_LIFE_S
-    later = loads.load(one.as_engine(), own_in_flight=0, own_pending=0).queue_s
-    assert later == pytest.approx(second / 2)
-    await loads.close()
-
-
-async def test_the_queue_of_other_gateways_counts_for_guesses(one: OneEngine) -> None:
-    now = 100.0
-    loads = EngineLoads(pool_of(one), lambda: now)
-    one.queue_s = 4.0
-    await loads.start()
-    load = loads.load(one.as_engine(), own_in_flight=0, own_pending=0)
-    assert load.queue_s == 4.0
-    # A question passes guesses, so it is not expected to wait like them.
-    assert loads.queue_s(one.address) == 0
-    # A longer one of its own requests counts instead.
-    for _ in range(100):
-        loads.observe(one.as_engine(), engine_pb2.RequestRecord(queue_s=6.0))
-    load = loads.load(one.as_engine(), own_in_flight=0, own_pending=0)
-    assert load.queue_s == pytest.approx(6.0)
-    await loads.close()
+    loads, engine = EngineLoads(pool_of(one), lambda: now), one.as_engine()
+    published = EngineLoad(4.0, num_pending=2, num_decoding=7, free_tokens=64)
+    one.queue.publish(published, AcceptedNumbers(), now)
+    one.queue.begin(1.0, is_background=False)
+    assert loads.queue_s(engine) == 5.0
+    assert (loads.load(engine).num_decoding, loads.load(engine).free_tokens) == (7, 64)
+    now += 3.0
+    assert loads.queue_s(engine) == 2.0

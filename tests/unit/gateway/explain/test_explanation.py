@@ -18,6 +18,7 @@ from ragcache_core.planner.request_plan import (
     PlanSeconds,
     RequestPlan,
 )
+from ragcache_core.scheduling.priority import QueuePosition
 from ragcache_gateway.explain.explanation import (
     HEAD_COMES_ONCE,
     REUSE_IS_OFF,
@@ -51,12 +52,21 @@ PLAN = RequestPlan(
     PlanSeconds(0.5, 0.1, 0.05, 0.2),
     PlanAlternative("engine:10.0.0.2:8000", (1, 0), "compute", PlanSeconds(0.0, 0.0, 0.0, 1.5)),
 )
+POSITION = QueuePosition(-3, 10_000, 2 / 3)
 PARTS = prompt_parts(PROMPT, PASSAGES, PLAN)
 
 
 def answered(record: pb.RequestRecord | None) -> AnsweredPrompt:
     return AnsweredPrompt(
-        "chatcmpl-1", 7, "model", "10.0.0.1:8000", None, "blend", PARTS, explain_plan(PLAN), record
+        "chatcmpl-1",
+        7,
+        "model",
+        "10.0.0.1:8000",
+        None,
+        "blend",
+        PARTS,
+        explain_plan(PLAN, POSITION),
+        record,
     )
 
 
@@ -132,6 +142,13 @@ def test_the_plan_and_the_next_best_one_are_shown() -> None:
     assert plan.predicted_ms.model_dump() == pytest.approx(
         {"queue": 500.0, "load": 100.0, "recompute": 50.0, "prefill": 200.0, "total": 850.0}
     )
+    assert plan.position.model_dump() == {
+        "band": -3,
+        "cached_share": 0.6667,
+        "delay_ms": 3333,
+        "window_ms": 10_000,
+        "tenant_delay_ms": 0,
+    }
     assert plan.next_best is not None
     assert (plan.next_best.engine, plan.next_best.order) == ("10.0.0.2:8000", [1, 0])
     assert (plan.next_best.kind, plan.next_best.predicted_ms.total) == ("compute", 1500.0)

@@ -12,7 +12,7 @@ from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.knowledge.node_change import StoredNode
 from ragcache_core.planner.request_plan import ChunkAction, ChunkDecision, PlanReason
 from ragcache_gateway.explain.explanation import AnsweredPrompt, PromptPart, RecentAnswers
-from ragcache_gateway.explain.schema import ExplainedPlan
+from ragcache_gateway.explain.schema import ExplainedPlan, ExplainedPosition
 from ragcache_gateway.explain.tree_outline import (
     MAX_OUTLINED,
     RANKING_AGE_S,
@@ -34,7 +34,13 @@ def planned(key: ChunkKey) -> ChunkDecision:
 
 
 def answered(*parts: PromptPart) -> AnsweredPrompt:
-    plan = ExplainedPlan(engine="", order=[], predicted_ms=None, next_best=None)
+    plan = ExplainedPlan(
+        engine="",
+        order=[],
+        predicted_ms=None,
+        next_best=None,
+        position=ExplainedPosition(band=0, cached_share=0.0, delay_ms=0, window_ms=0),
+    )
     return AnsweredPrompt("a", 0, "model", "engine", None, "exact", parts, plan, None)
 
 

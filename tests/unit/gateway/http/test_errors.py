@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
-from ragcache_gateway.http.errors import TooBusy, from_status, to_http, value_path
+from ragcache_core.scheduling.admission import RefusalCode
+from ragcache_gateway.admission.refusal import Refused
+from ragcache_gateway.http.errors import from_status, to_http, value_path
 
 
 @pytest.mark.parametrize(
@@ -15,7 +17,9 @@ from ragcache_gateway.http.errors import TooBusy, from_status, to_http, value_pa
         (TooLarge("body", "is over", "send less"), 413, "too_large"),
         (NotFound("document", "x", "list them"), 404, "document_not_found"),
         (Unavailable("engine", "is away", 2.5), 503, "engine_unavailable"),
-        (TooBusy("busy", 3.0), 429, "too_many_requests"),
+        (Refused(RefusalCode.POOL_FULL, "busy", 3.0), 429, "too_many_requests"),
+        (Refused(RefusalCode.DEADLINE_PASSED, "late", 3.0, "f"), 504, "deadline_passed"),
+        (Refused(RefusalCode.QUOTA, "used up", 9.0, is_predicted=False), 429, "quota_exceeded"),
         (RagCacheError("odd"), 500, "internal_error"),
     ],
 )
@@ -25,7 +29,14 @@ def test_every_error_has_openais_shape(error: RagCacheError, status: int, code: 
     assert http.body["error"]["code"] == code
     assert set(http.body["error"]) == {"message", "type", "param", "code"}
     assert str(error) in http.body["error"]["message"]
-    assert ("Retry-After" in http.headers) == (status in (429, 503))
+    assert ("Retry-After" in http.headers) == (status in (429, 503, 504))
+
+
+def test_only_a_predicted_wait_is_bounded() -> None:
+    day_s = 24 * 3600
+    known = Refused(RefusalCode.QUOTA, "used up", day_s, is_predicted=False)
+    assert day_s <= int(to_http(known).headers["Retry-After"]) <= day_s + 1
+    assert int(to_http(Refused(RefusalCode.POOL_FULL, "busy", day_s)).headers["Retry-After"]) <= 60
 
 
 @pytest.mark.parametrize("status", [400, 404, 405, 415])

@@ -7,13 +7,19 @@ from hypothesis import strategies as st
 
 from ragcache_core.planner.request_plan import ChunkAction, ChunkDecision, PlanReason
 from ragcache_gateway.explain.explanation import AnsweredPrompt, PromptPart, explain
-from ragcache_gateway.explain.schema import ExplainedPlan, Outcome
+from ragcache_gateway.explain.schema import ExplainedPlan, ExplainedPosition, Outcome
 from ragcache_gateway.pipeline.account import explain_prefill, observe_chunks
 from ragcache_gateway.speculation.speculative_search import EndedPrefill
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.v1 import engine_pb2 as pb
 
-PLAN = ExplainedPlan(engine="10.0.0.1:8000", order=[0], predicted_ms=None, next_best=None)
+PLAN = ExplainedPlan(
+    engine="10.0.0.1:8000",
+    order=[0],
+    predicted_ms=None,
+    next_best=None,
+    position=ExplainedPosition(band=0, cached_share=0.0, delay_ms=0, window_ms=0),
+)
 OUTCOMES: tuple[Outcome, ...] = ("cached", "loaded", "blended", "computed", "unknown")
 
 

@@ -8,6 +8,7 @@ from ragcache_core.plan.prompt import plan_exact
 from ragcache_gateway.planning.chunk_keys import ChunkKeys
 from ragcache_gateway.prompts.builder import PromptParts, TemplateFrame
 from ragcache_gateway.prompts.passages import Passage
+from ragcache_gateway.prompts.prompt_text import PromptText
 from ragcache_gateway.prompts.reuse_mode import ServedModel
 from ragcache_gateway.prompts.tokenizer import ChunkTokens
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -22,7 +23,7 @@ def tokens(*ids: int) -> ChunkTokens:
 
 
 def parts(stable_head: int) -> PromptParts:
-    frame = TemplateFrame([1, 2, 3, 4], [9, 9], stable_head)
+    frame = TemplateFrame([1, 2, 3, 4], [9, 9], PromptText("", "", ()), stable_head)
     chunks = ((tokens(5, 6), tokens(7)), (tokens(8, 8, 8),))
     documents = tuple(
         tuple(Passage(pb.Chunk(document_id=name), 0, 1.0) for _ in group)

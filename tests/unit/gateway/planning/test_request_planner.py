@@ -7,12 +7,15 @@ from typing import cast
 
 import pytest
 
+from ragcache_core.cluster.pending_work import EngineLoad
 from ragcache_core.cost.engine_costs import EngineCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.identity.keys import KEY_BYTES, KVSpace, VariantKey
 from ragcache_core.knowledge.node_change import StoredNode
 from ragcache_core.planner.document_order import RankedDocument
-from ragcache_core.planner.request_plan import PlannedPrompt, PlanSeconds, RequestPlan
+from ragcache_core.planner.request_plan import EngineRole, PlannedPrompt, RequestPlan
+from ragcache_core.scheduling.decode_pace import DecodePace
+from ragcache_core.scheduling.priority import QueuePosition
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.engine_load import EngineLoads
 from ragcache_gateway.planning.cache_view import CacheView
@@ -32,8 +35,11 @@ PROFILE = PrefillProfile((0, 1000), (1, 1000), ((0.001, 1.0), (0.001, 1.0)), 100
 class OneEngine:
     address: str
     in_flight: int = 0
+    role: EngineRole = "both"
     failure: str | None = None
     records: str | None = "records:2"
+    load: EngineLoad = field(default_factory=EngineLoad)
+    pace: DecodePace = field(default_factory=DecodePace)
 
     def as_engine(self) -> Engine:
         return cast("Engine", self)
@@ -59,8 +65,11 @@ class Loads:
     def costs(self, engine: OneEngine) -> EngineCosts | None:
         return self.known
 
-    def queue_s(self, address: str) -> float:
-        return 0.0
+    def load(self, engine: OneEngine) -> EngineLoad:
+        return engine.load
+
+    def queue_s(self, engine: OneEngine, position: QueuePosition | None = None) -> float:
+        return engine.load.pending_s
 
 
 class World:
@@ -146,25 +155,30 @@ def test_the_limit_on_moves_holds() -> None:
     assert world.plan().order == (0, 1)
 
 
-def test_predicted_work_counts_as_queue_until_the_first_token() -> None:
+def test_the_queue_of_an_engine_counts() -> None:
     world = World()
-    plan = world.compute(world.one, 0, 1)
-    assert plan.seconds is not None
+    world.compute(world.one, 0, 1)
     assert world.planner.engine_of(world.plan()) is world.one
-    engine = world.one.as_engine()
-    with world.planner.waiting(engine, plan), world.planner.waiting(engine, plan):
-        assert world.planner.engine_of(world.plan()) is world.two
+    world.one.load = EngineLoad(pending_s=9.0, num_decoding=3, free_tokens=4096)
+    assert world.planner.engine_of(world.plan()) is world.two
+    world.one.load = EngineLoad(background_s=9.0, num_background=1)
     assert world.planner.engine_of(world.plan()) is world.one
 
 
-def test_work_of_any_size_leaves_the_queue() -> None:
-    world = World()
-    long, short = (RequestPlan((), "", (), PlanSeconds(0, 0, 0, s)) for s in (1e4, 1e-3))
-    one = world.one.as_engine()
-    with world.planner.waiting(one, short), world.planner.waiting(one, long):
-        assert world.planner.engine_of(world.plan()) is world.two
-    with world.planner.waiting(world.two.as_engine(), short):
-        assert world.planner.engine_of(world.plan()) is world.one
+def test_engines_with_roles_answer_together() -> None:
+    world = World(slo_next_token_ms=50)
+    world.one.role, world.two.role = "prefill", "decode"
+    # It has no room for one more answer, but no engine that answers has.
+    world.two.load = EngineLoad(num_decoding=4, free_tokens=4096)
+    for number in range(1, 9):
+        world.two.pace.observe(number, float(number), 1.0)
+    plan = world.plan()
+    assert world.planner.prefill_engine_of(plan) is world.one
+    assert world.planner.engine_of(plan) is world.two
+    prefilled = PrefilledChunks(world.one.as_engine(), (HEAD,), is_confirmed=True)
+    assert world.planner.engine_of(world.plan(prefilled)) is world.two
+    world.two.failure = "it does not answer"
+    assert world.planner.engine_of(world.plan()) is world.one
 
 
 def test_an_observed_hit_contradicts_the_prediction() -> None:
@@ -201,8 +215,6 @@ def test_an_engine_that_has_left_is_not_preferred() -> None:
     world = World()
     plan = RequestPlan((), "engine:gone:1")
     assert world.planner.engine_of(plan) is None
-    with world.planner.waiting(None, plan):
-        pass
 
 
 def test_the_engine_is_chosen_again_for_the_order_of_the_plan() -> None:
@@ -213,10 +225,8 @@ def test_the_engine_is_chosen_again_for_the_order_of_the_plan() -> None:
     assert (renewed.order, renewed.source) == ((1, 0), plan.source)
     assert renewed.runner_up is not None
     assert renewed.runner_up.order == (1, 0)
-    engine = world.one.as_engine()
-    busy = world.plan(reuse=ReuseMode("off", 0.2))
-    with world.planner.waiting(engine, busy), world.planner.waiting(engine, busy):
-        renewed = world.planner.renew(plan, prompt, EXACT)
+    world.one.load = EngineLoad(pending_s=9.0)
+    renewed = world.planner.renew(plan, prompt, EXACT)
     assert renewed.order == (1, 0)
     assert world.planner.engine_of(renewed) is world.two
 

@@ -19,7 +19,7 @@ from ragcache_core.identity.keys import token_digest
 from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.prompt import CHUNK_SEPARATOR, DEFAULT_SYSTEM_PROMPT
 from ragcache_gateway.prompts.builder import PromptBuilder
-from ragcache_gateway.prompts.conversation import Conversation, Turn
+from ragcache_gateway.prompts.conversation import Conversation, Layout, Turn
 from ragcache_gateway.prompts.tokenizer import (
     ChatTokenizer,
     ChunkTokens,
@@ -79,6 +79,36 @@ def test_history_comes_between_the_documents_and_the_question(
     )
 
 
+@pytest.mark.parametrize("layout", ["system-first", "documents-first"])
+@pytest.mark.parametrize("system", [None, "S", "It is 10:32."])
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_the_text_of_a_prompt_renders_to_its_tokens(
+    tokenizer: ChatTokenizer,
+    builder: PromptBuilder,
+    layout: Layout,
+    system: str | None,
+    with_documents: bool,
+) -> None:
+    turns = (Turn("user", "Hello"), Turn("assistant", "Hi"), Turn("user", "Why?"))
+    stable = 1 if system else None
+    asked = Conversation(system, turns, stable, layout=layout)
+    hits = [hit("a", "Alpha."), hit("b", "Beta.")] if with_documents else []
+    built = builder.build(asked, hits, 5, with_documents=with_documents)
+    rendered = tokenizer.render(built.text.messages())
+    assert rendered == decode(tokenizer, built.prompt.token_ids)
+    text = builder.select_for_text("Why?", hits, 5).join()
+    assert text.text.text() == decode(tokenizer, text.prompt.token_ids)
+
+
+def test_the_head_of_a_prompts_text_has_its_tokens(
+    tokenizer: ChatTokenizer, builder: PromptBuilder
+) -> None:
+    frame = builder.frame(QUESTION).without_tail()
+    head = decode(tokenizer, frame.head)
+    assert tokenizer.render(frame.text.messages()).startswith(head)
+    assert head.endswith("\n\n")
+
+
 @pytest.mark.parametrize(
     ("stable_prefix", "head", "after"),
     [(None, "", "Be brief. It is 10:32."), (9, "Be brief.\n\n", " It is 10:32.")],
@@ -122,6 +152,18 @@ def test_a_time_in_the_system_prompt_is_found_out(tokenizer: ChatTokenizer) -> N
         for n in (10, 11, 12, 13, 13)
     ]
     assert [one.prompt.comes_once for one in found] == [False, False, False, True, False]
+
+
+def test_prompts_for_search_queries_do_not_hide_a_time(tokenizer: ChatTokenizer) -> None:
+    """The model writes each query after the same system prompt, and searches begin early."""
+    builder = build(tokenizer)
+    found = []
+    for n in range(10, 14):
+        builder.build(Conversation.asking("Write a query.", "Why?"), [], 5, with_documents=False)
+        asked = Conversation.asking(f"It is 10:{n}.", "Why?")
+        builder.select(asked, [hit("a", "Alpha.")], 5, is_early=True)
+        found.append(builder.build(asked, [hit("a", "Alpha.")], 5).prompt.comes_once)
+    assert found == [False, False, False, True]
 
 
 @pytest.mark.parametrize("system", ["S", None])

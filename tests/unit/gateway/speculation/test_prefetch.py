@@ -20,6 +20,7 @@ from ragcache_core.planner.request_plan import (
 from ragcache_core.planner.speculation import LEAST_SAVING_S
 from ragcache_gateway.planning.request_planner import PrefilledChunks
 from ragcache_gateway.prompts.builder import AnswerPrompt
+from ragcache_gateway.prompts.prompt_text import PromptText
 from ragcache_gateway.speculation.interim_stage import InterimStage, PrefillSteps, StagePrompt
 from ragcache_gateway.speculation.prefetch import (
     PREFETCH_PROBABILITY,
@@ -65,7 +66,9 @@ class Question:
         if self.fails:
             raise InvalidInput("messages", "take too many tokens", "shorten them")
         decision = ChunkDecision(CHUNK, 1, self.action, PlanReason.RESIDENT)
-        return StagePrompt(AnswerPrompt(PROMPT, (), 1), RequestPlan((0,), "one", (decision,)))
+        return StagePrompt(
+            AnswerPrompt(PROMPT, PromptText("", "", ()), 1), RequestPlan((0,), "one", (decision,))
+        )
 
     async def request(self, stage: InterimStage | None, prompt: AnswerPrompt) -> Mapping[str, Any]:
         return {}

@@ -22,6 +22,7 @@ from ragcache_core.planner.speculation import GuessCost
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.prompts.builder import AnswerPrompt
+from ragcache_gateway.prompts.prompt_text import PromptText
 from ragcache_gateway.speculation.interim_stage import StagePrompt
 from ragcache_gateway.speculation.prefill import PrefillState, SpeculativePrefill, SpeculativePrompt
 from tests.kit.wait import until
@@ -41,7 +42,9 @@ def speculative() -> SpeculativePrompt:
         ChunkDecision(B, 300, *computed),
     )
     plan = RequestPlan((0, 1), "engine:one:1", decisions)
-    return SpeculativePrompt(("a", "b"), StagePrompt(AnswerPrompt(prompt, (), 1), plan), COST)
+    return SpeculativePrompt(
+        ("a", "b"), StagePrompt(AnswerPrompt(prompt, PromptText("", "", ()), 1), plan), COST
+    )
 
 
 class Pool:
@@ -51,7 +54,10 @@ class Pool:
         self.go_on = asyncio.Event()
         self.fails = False
 
-    async def complete_on(self, engine: Engine, body: Any, stack: AsyncExitStack) -> Pool:
+    async def complete_on(
+        self, engine: Engine, body: Any, stack: AsyncExitStack, work_s: float
+    ) -> Pool:
+        assert work_s == COST.prefill_s
         await self.go_on.wait()
         if self.fails:
             raise Unavailable("engine", "it died")

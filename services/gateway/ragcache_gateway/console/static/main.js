@@ -1,9 +1,9 @@
 // Connects the forms of the page.
 
-import { saveKey, savedKey } from "./api.js";
+import { getJson, saveKey, savedKey } from "./api.js";
 import { showAnswer } from "./answer.js";
 import { compare } from "./compare.js";
-import { byId } from "./dom.js";
+import { byId, el } from "./dom.js";
 import { startPolling, stopPolling } from "./platform.js";
 import { setUpTabs } from "./tabs.js";
 import { showTree } from "./tree.js";
@@ -43,9 +43,22 @@ byId("compare-form").addEventListener("submit", (event) => {
   compare((reuse) => question("compare", reuse), byId("compare-reuse").value);
 });
 
+async function listModels() {
+  try {
+    const { data } = await getJson("v1/models");
+    byId("models").replaceChildren(...data.map(({ id }) => el("option", { value: id })));
+  } catch {
+    // The field takes a name that is not in the list, too.
+  }
+}
+
+for (const form of ["ask", "compare"]) byId(`${form}-model`).addEventListener("focus", listModels);
+
 function question(form, reuse) {
   const maxTokens = byId(`${form}-max-tokens`).valueAsNumber;
+  const model = byId(`${form}-model`).value;
   return {
+    ...(model && { model }),
     messages: [{ role: "user", content: byId(`${form}-question`).value }],
     temperature: 0,
     ...(maxTokens && { max_tokens: maxTokens }),

@@ -85,13 +85,21 @@ function drawEngines(status) {
   const { engine, retriever } = status.parts;
   const rows = engine.endpoints.map((one) => [
     one.address,
+    one.model,
     one.ready ? "ready" : one.problem,
     count(one.in_flight),
+    count(one.waiting),
+    ms(1000 * one.queue_s),
+    count(one.decoding),
+    count(one.free_tokens),
   ]);
-  engineSeries.push({ inFlight: engine.endpoints.reduce((sum, one) => sum + one.in_flight, 0) });
+  const total = (name) => engine.endpoints.reduce((sum, one) => sum + one[name], 0);
+  engineSeries.push({ inFlight: total("in_flight"), queueMs: 1000 * Math.max(0, ...engine.endpoints.map((one) => one.queue_s)) });
+  const head = ["Address", "Model", "State", "Requests of this gateway", "Waiting", "Queue", "Decoding", "Free tokens"];
   return [
-    table("Engines", ["Address", "State", "Requests in flight"], rows),
+    table("Engines", head, rows),
     curves("Requests in flight", engineSeries, [{ name: "inFlight", label: "all engines", format: count }]),
+    curves("Queue", engineSeries, [{ name: "queueMs", label: "longest", format: ms }]),
     el("p", {}, `Retriever: ${retriever.ready ? "ready" : retriever.problem}.`),
   ];
 }

@@ -7,6 +7,7 @@ from typing import Final
 
 from lxml.html import HtmlElement
 
+from ragcache_gateway.extraction.encodings import assumed_encoding
 from ragcache_gateway.extraction.extracted import (
     ExtractedText,
     UnreadableDocument,
@@ -19,7 +20,7 @@ from ragcache_gateway.extraction.html.code import mark_code
 from ragcache_gateway.extraction.html.controls import replace_controls
 from ragcache_gateway.extraction.html.main_part import main_part
 from ragcache_gateway.extraction.html.markdown import heading_text, markdown
-from ragcache_gateway.extraction.html.source import parse
+from ragcache_gateway.extraction.html.source import decode, parse
 from ragcache_gateway.extraction.html.storage_format import to_html
 from ragcache_gateway.extraction.html.tree import short_text
 
@@ -34,7 +35,8 @@ _MAX_HEADINGS: Final = 8
 
 def read_html(content: bytes) -> ExtractedText:
     """Read a page without navigation, comments and scripts. Raises UnreadableDocument."""
-    root, is_cut = parse(content)
+    page, assumed = decode(content)
+    root, is_cut = parse(page)
     if root is None:
         raise _refusal(has_scripts=False)
     has_scripts = root.find(".//script") is not None
@@ -45,7 +47,7 @@ def read_html(content: bytes) -> ExtractedText:
     headings = list(islice(main.iter("h1"), _MAX_HEADINGS))
     others = [] if headings else list(islice(body.iter("h1"), _MAX_HEADINGS))
     title = about.title(headings, others)
-    text = cleaned(markdown(main)) or _whole(content)
+    text = cleaned(markdown(main)) or _whole(page)
     if not text and is_cut:
         raise UnreadableDocument("has elements nested more than 2,000 deep", "send its text")
     if not text:
@@ -54,6 +56,7 @@ def read_html(content: bytes) -> ExtractedText:
         # The heading of the page is before its main part.
         text = f"# {title}\n\n{text}"
     warnings = (
+        (assumed_encoding(assumed or ""), assumed is not None),
         (_NESTED, is_cut),
         (_SCRIPTED, has_scripts and asks_for_scripts and len(text) < _LITTLE_CHARS),
     )
@@ -74,9 +77,9 @@ def _body(root: HtmlElement) -> HtmlElement:
     return root if body is None else body
 
 
-def _whole(content: bytes) -> str:
+def _whole(page: str) -> str:
     """Return all text of a page that consists of navigation."""
-    root, _ = parse(content)
+    root, _ = parse(page)
     return "" if root is None else cleaned(markdown(_body(root)))
 
 

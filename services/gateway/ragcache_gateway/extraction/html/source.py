@@ -28,8 +28,8 @@ _CDATA_END: Final = "]]>"
 _SELF_CLOSING: Final = re.compile(r"<((?:ac|ri|at):[\w.-]{1,64}|time)\b([^<>]*)/>")
 
 
-def parse(content: bytes) -> tuple[lxml.html.HtmlElement | None, bool]:
-    """Parse a page.
+def parse(page: str) -> tuple[lxml.html.HtmlElement | None, bool]:
+    """Parse the characters of a page.
 
     Returns:
         The root, or None if there is no element, and whether the parser left out a part.
@@ -37,7 +37,7 @@ def parse(content: bytes) -> tuple[lxml.html.HtmlElement | None, bool]:
     Raises:
         MemoryError: The page needs more memory than there is.
     """
-    text = _without_cdata(decode(content).replace("\0", ""))
+    text = _without_cdata(page.replace("\0", ""))
     text = _SELF_CLOSING.sub(r"<\1\2></\1>", text)
     parser = lxml.html.HTMLParser(
         encoding="utf-8", huge_tree=True, remove_comments=True, remove_pis=True
@@ -55,25 +55,30 @@ def parse(content: bytes) -> tuple[lxml.html.HtmlElement | None, bool]:
     return root, any(error.level_name == "FATAL" for error in parser.error_log)
 
 
-def decode(content: bytes) -> str:
-    """Return the characters of a page, by its mark, its declaration, or else by a guess."""
+def decode(content: bytes) -> tuple[str, str | None]:
+    """Decode a page by its mark, its declaration, or else by a guess.
+
+    Returns:
+        The characters, and the encoding that was assumed; None: the page itself shows it.
+    """
     for mark, encoding in MARKS:
         if content.startswith(mark):
-            return content[len(mark) :].decode(encoding, "replace")
+            return content[len(mark) :].decode(encoding, "replace"), None
     if b"\0" in content[:2]:
-        return content.decode("utf-16-le" if content[1:2] == b"\0" else "utf-16-be", "replace")
+        encoding = "utf-16-le" if content[1:2] == b"\0" else "utf-16-be"
+        return content.decode(encoding, "replace"), None
     declared = _declared(content)
     # A page that is valid as UTF-8 is UTF-8, also if it declares another encoding.
     seven_bits = declared.startswith(_SEVEN_BITS)
     for encoding in (declared, "utf-8") if seven_bits else ("utf-8", declared):
         try:
-            return content.decode(encoding)
+            return content.decode(encoding), None
         except UnicodeError:
             continue
     if declared == "utf-8":
         with contextlib.suppress(UnreadableDocument):
-            return decode_guessed(content)[0]
-    return content.decode(declared, "replace")
+            return decode_guessed(content)
+    return content.decode(declared, "replace"), declared
 
 
 def _declared(content: bytes) -> str:

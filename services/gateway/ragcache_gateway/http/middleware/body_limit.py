@@ -8,7 +8,8 @@ import contextlib
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache_core.errors import InvalidInput, TooLarge
-from ragcache_gateway.http.errors import TooBusy, response_to
+from ragcache_gateway.admission.refusal import Refused
+from ragcache_gateway.http.errors import response_to
 from ragcache_gateway.http.middleware.request_pools import (
     STREAMED_PATHS,
     RequestPool,
@@ -67,7 +68,7 @@ class _BoundedBody:
         self._has_more = True
 
     async def receive(self) -> Message:
-        """Receive the next message. Raises TooLarge, TooBusy or InvalidInput."""
+        """Receive the next message. Raises TooLarge, Refused or InvalidInput."""
         if not self._has_more:
             return await self._receive()
         try:
@@ -83,7 +84,7 @@ class _BoundedBody:
         size = len(message.get("body", b""))
         try:
             self._pool.take_body_bytes(size)
-        except TooBusy:
+        except Refused:
             await self.drain()
             raise
         self._taken_bytes += size

@@ -1,20 +1,29 @@
 """Pools of the requests that are answered at once, so that one kind cannot refuse another.
 
 Questions wait for engines, requests about documents for the retriever. What says how the gateway
-is, waits for neither and is never refused.
+is, waits for neither and is never refused. A pool bounds memory alone: whether an engine can answer
+a question in time is decided in ``admission``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ragcache_core.access.caller import Caller
 from ragcache_core.access.endpoints import is_console_path
 from ragcache_core.cost.retry_after import SlotForecast
-from ragcache_gateway.http.errors import TooBusy, response_to
+from ragcache_core.scheduling.admission import RefusalCode
+from ragcache_core.scheduling.fair_share import may_enter
+from ragcache_gateway.admission.quotas import Quotas, current
+from ragcache_gateway.admission.refusal import Refused
+from ragcache_gateway.http.errors import response_to
+from ragcache_gateway.http.middleware.key_check import CALLER
 from ragcache_gateway.http.middleware.request_span import record_refusal
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.settings import GatewaySettings
@@ -24,6 +33,9 @@ QUESTION_PATHS: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/quality/captures", "/v1/responses"}
 )
 """Paths whose answers need an engine."""
+
+METERED_PATHS: Final = QUESTION_PATHS | {"/v1/embeddings", "/v1/rerank", "/v1/search"}
+"""Paths whose requests count in quotas and in usage."""
 
 STATUS_PATHS: Final = frozenset(
     {
@@ -47,17 +59,21 @@ RESTORE_PATH: Final = "/v1/restore"
 STREAMED_PATHS: Final = frozenset({BATCH_PATH, RESTORE_PATH})
 """Paths whose bodies are read piece by piece and may have any size."""
 
+Weights = Callable[[], Mapping[str | None, float]]
+"""Returns weights by tenant; None: that of all callers without a tenant."""
+
 BATCH_MEMORY: Final = 2
 """Largest documents that a batch has in memory: one that arrives, and as much in work."""
 
 
 class RequestPool:
-    """Counts the requests of one kind, and the bytes of their bodies.
+    """Counts the requests of one kind by tenant, and the bytes of their bodies.
 
     Args:
         name: What the requests ask for, in messages and as the label of the metric.
         max_requests: Returns the most requests at once, which may change; None: not limited.
         max_body_bytes: Most bytes of all bodies in memory at once.
+        weights: Returns the weights of the tenants that may share the pool.
     """
 
     def __init__(
@@ -66,35 +82,50 @@ class RequestPool:
         max_requests: Callable[[], int] | None,
         max_body_bytes: int,
         metrics: Metrics,
+        weights: Weights,
     ) -> None:
         self._name = name
+        self._weights = weights
         self._max_requests = max_requests
         self._free_body_bytes = max_body_bytes
         self._gauge = metrics.in_flight.labels(name)
         self._forecast = SlotForecast()
+        self._held: Counter[str | None] = Counter()  # slots by tenant
         self._num_requests = 0
         self._sum_started = 0.0
 
-    def enter(self) -> float:
-        """Take a slot; return the time at which it was taken. Raises TooBusy."""
+    def enter(self, tenant: str | None) -> float:
+        """Take a slot; return the time at which it was taken.
+
+        Raises Refused if the pool is full, or so full that its last slots are for tenants below
+        their share.
+        """
         now = time.monotonic()
-        if self._max_requests is not None and self._num_requests >= self._max_requests():
-            problem = f"{self._num_requests} {self._name} requests are in flight already"
-            raise TooBusy(f"{problem}; try again", self._wait_s(now))
+        if self._max_requests is not None and not may_enter(
+            tenant, self._held, self._weights(), self._max_requests()
+        ):
+            requests, whose = f"{self._num_requests} {self._name} requests", ""
+            if self._held.total() > (own := self._held[tenant]):
+                whose = "callers without a tenant" if tenant is None else f"tenant {tenant!r}"
+                whose = f", {own} of them by {whose}"
+            raise self._full(requests, now, whose)
+        self._held[tenant] += 1
         self._count(1, now)
         return now
 
-    def leave(self, started: float) -> None:
+    def leave(self, tenant: str | None, started: float) -> None:
         """Return the slot that was taken at this time."""
+        self._held[tenant] -= 1
+        if not self._held[tenant]:
+            del self._held[tenant]
         self._count(-1, -started)
         now = time.monotonic()
         self._forecast.record(now, now - started)
 
     def take_body_bytes(self, num_bytes: int) -> None:
-        """Take memory for a part of a body. Raises TooBusy."""
+        """Take memory for a part of a body. Raises Refused."""
         if num_bytes > self._free_body_bytes:
-            problem = f"too many large {self._name} requests are in flight already"
-            raise TooBusy(f"{problem}; try again", self._wait_s(time.monotonic()))
+            raise self._full(f"too many large {self._name} requests", time.monotonic())
         self._free_body_bytes -= num_bytes
 
     def return_body_bytes(self, num_bytes: int) -> None:
@@ -106,29 +137,37 @@ class RequestPool:
         self._sum_started = self._sum_started + started if self._num_requests else 0.0
         self._gauge.set(self._num_requests)
 
-    def _wait_s(self, now: float) -> float:
+    def _full(self, requests: str, now: float, whose: str = "") -> Refused:
         count = self._num_requests
         mean_age_s = now - self._sum_started / count if count else 0.0
-        return self._forecast.promise_slot_s(now, count, mean_age_s)
+        wait_s = self._forecast.promise_slot_s(now, count, mean_age_s)
+        problem = f"{requests} are in flight already{whose}; try again"
+        return Refused(RefusalCode.POOL_FULL, problem, wait_s)
 
 
 class RequestPools:
-    """The pools of one gateway. Each has its own memory for bodies."""
+    """The pools of one gateway. Each has its own memory for bodies.
 
-    def __init__(self, settings: GatewaySettings, limits: Limits, metrics: Metrics) -> None:
+    Args:
+        weights: Returns the weights of the tenants that may share the pools.
+    """
+
+    def __init__(
+        self, settings: GatewaySettings, limits: Limits, metrics: Metrics, weights: Weights
+    ) -> None:
         body_bytes = settings.bodies_max_bytes
         self._questions = RequestPool(
-            "question", lambda: limits.current().questions, body_bytes, metrics
+            "question", lambda: limits.current().questions, body_bytes, metrics, weights
         )
         self._documents = RequestPool(
-            "document", lambda: limits.current().document_requests, body_bytes, metrics
+            "document", lambda: limits.current().document_requests, body_bytes, metrics, weights
         )
         num_batches = max(1, body_bytes // (BATCH_MEMORY * settings.body_max_bytes))
-        self._batches = RequestPool("batch", lambda: num_batches, body_bytes, metrics)
+        self._batches = RequestPool("batch", lambda: num_batches, body_bytes, metrics, weights)
         # Two copies at once would only take turns at the disk.
-        self._copies = RequestPool("backup", lambda: 1, settings.body_max_bytes, metrics)
+        self._copies = RequestPool("backup", lambda: 1, settings.body_max_bytes, metrics, weights)
         # Nothing reads the bodies of these requests.
-        self._status = RequestPool("status", None, settings.body_max_bytes, metrics)
+        self._status = RequestPool("status", None, settings.body_max_bytes, metrics, weights)
 
     def of(self, path: str) -> RequestPool:
         """Return the pool of a request."""
@@ -144,11 +183,13 @@ class RequestPools:
 
 
 class RequestLimit:
-    """Answers 429 to a request whose pool is full."""
+    """Answers 429 to a request that finds no slot, or whose caller has used up a quota."""
 
-    def __init__(self, app: ASGIApp, pools: RequestPools) -> None:
+    def __init__(self, app: ASGIApp, pools: RequestPools, quotas: Quotas, metrics: Metrics) -> None:
         self._app = app
         self._pools = pools
+        self._quotas = quotas
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
@@ -156,13 +197,48 @@ class RequestLimit:
             await self._app(scope, receive, send)
             return
         pool = self._pools.of(scope["path"])
+        caller: Caller = scope["state"][CALLER]
         try:
-            started = pool.enter()
-        except TooBusy as error:
-            record_refusal(error)
-            await response_to(error)(scope, receive, send)
+            started = pool.enter(caller.tenant)
+        except Refused as error:
+            await self._refuse(error, scope, receive, send)
             return
         try:
-            await self._app(scope, receive, send)
+            if scope["path"] in METERED_PATHS:
+                await self._metered(caller, scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
         finally:
-            pool.leave(started)
+            pool.leave(caller.tenant, started)
+
+    async def _metered(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count what a request uses."""
+        try:
+            ticket = self._quotas.admit(caller)
+        except Refused as error:
+            await self._refuse(error, scope, receive, send)
+            return
+        status: int | None = None
+
+        async def add_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers.update(self._quotas.headers(caller))
+            await send(message)
+
+        try:
+            with current(ticket):
+                await self._app(scope, receive, add_headers)
+        finally:
+            ticket.close(status)
+
+    async def _refuse(self, error: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+        record_refusal(error, self._metrics)
+        response = response_to(error)
+        if scope["path"] in METERED_PATHS:
+            caller = scope["state"][CALLER]
+            self._quotas.refused(caller)
+            response.headers.update(self._quotas.headers(caller))
+        await response(scope, receive, send)

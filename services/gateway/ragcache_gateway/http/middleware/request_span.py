@@ -8,8 +8,9 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache_core.errors import RagCacheError, Unavailable
+from ragcache_gateway.admission.refusal import Refused
 from ragcache_gateway.http.disconnect import ClientDisconnected
-from ragcache_gateway.http.errors import TooBusy
+from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_gateway.telemetry.spans import record_unavailable
 from ragcache_wire.tracing import Span, Tracer, current_span
 
@@ -66,15 +67,17 @@ class RequestSpans:
             span.end(error)
 
 
-def record_refusal(error: RagCacheError) -> None:
-    """Record on the request's span why the gateway cannot serve it now.
+def record_refusal(error: RagCacheError, metrics: Metrics) -> None:
+    """Record on the request's span why the gateway cannot serve it now, and count it.
 
     For other errors the status is enough, and their text may quote a prompt.
     """
     match error:
         case Unavailable():
+            metrics.upstream_failures.labels(error.component).inc()
             record_unavailable(error)
-        case TooBusy():
+        case Refused():
+            metrics.refusals.labels(error.reason).inc()
             current_span().fail(str(error))
 
 

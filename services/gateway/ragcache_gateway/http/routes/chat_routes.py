@@ -20,8 +20,9 @@ from ragcache_gateway.explain.explanation import MAX_ANSWERS, explain
 from ragcache_gateway.explain.schema import Explanation
 from ragcache_gateway.http.answer_stream import STAGE_EVENT, write_answer, write_plain, write_staged
 from ragcache_gateway.http.client_writer import TokenStream
+from ragcache_gateway.http.deadline_header import DeadlineHeader
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
-from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS, event_schema
+from ragcache_gateway.http.openapi import ANSWER_ERRORS, ERRORS, UPSTREAM_ERRORS, event_schema
 from ragcache_gateway.http.routes.embedding_routes import EMBEDDER, RERANKER
 from ragcache_gateway.http.services import Asking, GatewayServices, Services
 from ragcache_gateway.pipeline.account import complete
@@ -29,6 +30,7 @@ from ragcache_gateway.pipeline.captures import Captured, capture
 from ragcache_gateway.pipeline.plain_completion import start_plain
 from ragcache_gateway.pipeline.question import read_question
 from ragcache_gateway.pipeline.steps import start_answer
+from ragcache_gateway.prompts.reuse_mode import ServedModel
 
 QUALITY_HEADER = "X-RagCache-Quality"
 """What is known of the quality of blends: unverified, passed or failed."""
@@ -71,7 +73,7 @@ def _streamed(schema: str) -> dict[int | str, dict[str, Any]]:
             "description": "The answer; with `stream: true`, its chunks as server-sent events.",
             "content": {"text/event-stream": event_schema(schema, {STAGE_EVENT: "StageEvent"})},
         },
-        **UPSTREAM_ERRORS,
+        **ANSWER_ERRORS,
     }
 
 
@@ -81,8 +83,15 @@ def _streamed(schema: str) -> dict[int | str, dict[str, Any]]:
     response_model=ChatCompletion,
     responses=_streamed("ChatCompletionChunk"),
 )
-async def chat(request: Request, body: ChatRequest, services: Services, caller: Asking) -> Response:
+async def chat(
+    request: Request,
+    body: ChatRequest,
+    services: Services,
+    caller: Asking,
+    deadline_ms: DeadlineHeader = None,
+) -> Response:
     """Retrieve chunks and have the model answer from them, with citations."""
+    body.ragcache.lower_deadline(deadline_ms)
     return await _answer(request, body, services, caller)
 
 
@@ -93,18 +102,22 @@ async def chat(request: Request, body: ChatRequest, services: Services, caller: 
     responses=_streamed("TextCompletion"),
 )
 async def completions(
-    request: Request, body: CompletionRequest, services: Services, caller: Asking
+    request: Request,
+    body: CompletionRequest,
+    services: Services,
+    caller: Asking,
+    deadline_ms: DeadlineHeader = None,
 ) -> Response:
     """Have the model continue a text, after retrieved chunks if `ragcache` is given."""
+    body.ragcache.lower_deadline(deadline_ms)
     if body.retrieves():
         return await _answer(request, body, services, caller)
+    chat = services.chat_with(body.model)
     async with AsyncExitStack() as stack:
-        plain = await cancel_on_disconnect(
-            request.receive, start_plain(services.chat, body, caller, stack)
-        )
+        plain = await cancel_on_disconnect(request.receive, start_plain(chat, body, caller, stack))
         if isinstance(plain.completion, WholeCompletion):
             return JSONResponse(plain.completion.body)
-        write = partial(write_plain, services.chat, plain, include_usage=_includes_usage(body))
+        write = partial(write_plain, chat, plain, include_usage=_includes_usage(body))
         return TokenStream(write, stack.pop_all(), services.settings.send_timeout_s)
 
 
@@ -116,15 +129,16 @@ async def _answer(
 ) -> Response:
     if body.ragcache.events:
         return _staged(body, services, caller)
+    chat = services.chat_with(body.model)
     async with AsyncExitStack() as stack:
         answer = await cancel_on_disconnect(
-            request.receive, start_answer(services.chat, body, caller, stack)
+            request.receive, start_answer(chat, body, caller, stack)
         )
         headers = _quality_headers(answer.quality)
         if isinstance(answer.completion, WholeCompletion):
-            whole = await cancel_on_disconnect(request.receive, complete(services.chat, answer))
+            whole = await cancel_on_disconnect(request.receive, complete(chat, answer))
             return JSONResponse(whole, headers=headers)
-        write = partial(write_answer, services.chat, answer, include_usage=_includes_usage(body))
+        write = partial(write_answer, chat, answer, include_usage=_includes_usage(body))
         stream = TokenStream(write, stack.pop_all(), services.settings.send_timeout_s)
         stream.headers.update(headers)
         return stream
@@ -134,10 +148,11 @@ def _staged(
     body: ChatRequest | CompletionRequest, services: GatewayServices, caller: Caller
 ) -> Response:
     """Return a stream that begins with the stages before the first token."""
-    question = read_question(services.chat, body, caller)
+    chat = services.chat_with(body.model)
+    question = read_question(chat, body, caller)
     stack = AsyncExitStack()
     usage = _includes_usage(body)
-    write = partial(write_staged, services.chat, question, stack, include_usage=usage)
+    write = partial(write_staged, chat, question, stack, include_usage=usage)
     stream = TokenStream(write, stack, services.settings.send_timeout_s)
     stream.headers.update(_quality_headers(question.quality))
     return stream
@@ -163,7 +178,8 @@ async def capture_chunks(
     request: Request, body: ChatRequest, services: Services, caller: Asking
 ) -> Captured:
     """Store the chunks of a question for a later blend, before it is measured."""
-    return await cancel_on_disconnect(request.receive, capture(services.chat, body, caller))
+    chat = services.chat_with(body.model)
+    return await cancel_on_disconnect(request.receive, capture(chat, body, caller))
 
 
 _KINDS: Final[dict[str, Kind]] = {
@@ -179,24 +195,35 @@ ModelKind = Annotated[
 
 @router.get("/v1/models", summary="List the served models")
 async def models(services: Services, kind: ModelKind = "chat") -> ModelList:
-    """Return the model that answers; with `kind`, also those of embeddings and reranking."""
-    found = [_model(services, name) for name in (services.chat.model.name, *_KINDS)]
+    """Return the models that answer; with `kind`, also those of embeddings and reranking.
+
+    The first one answers requests that name none.
+    """
+    found = [_answering(chat.model) for chat in services.chats]
+    found += [_other(name) for name in _KINDS]
     return ModelList(data=[one for one in found if kind in ("all", one.kind)])
 
 
 @router.get("/v1/models/{name:path}", summary="Return a served model")
 async def model(name: str, services: Services) -> Model:
     """Return one model. 404 if it is not served."""
-    if name not in (services.chat.model.name, *_KINDS):
-        raise NotFound("model", name, "see GET /v1/models")
-    return _model(services, name)
+    if name in _KINDS:
+        return _other(name)
+    return _answering(services.chat_with(name).model)
 
 
-def _model(services: GatewayServices, name: str) -> Model:
-    served = services.chat.model
-    max_model_len = served.max_model_len if name == served.name else None
-    kind = _KINDS.get(name, "chat")
-    return Model(id=name, root=name, created=_STARTED, max_model_len=max_model_len, kind=kind)
+def _answering(served: ServedModel) -> Model:
+    return Model(
+        id=served.name,
+        root=served.name,
+        created=_STARTED,
+        max_model_len=served.max_model_len,
+        kind="chat",
+    )
+
+
+def _other(name: str) -> Model:
+    return Model(id=name, root=name, created=_STARTED, max_model_len=None, kind=_KINDS[name])
 
 
 @router.get("/v1/requests/{request_id}", summary="Explain where an answer's KV came from")

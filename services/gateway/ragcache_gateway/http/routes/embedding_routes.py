@@ -196,7 +196,7 @@ def _named(error: RagCacheError, names: dict[str, str]) -> RagCacheError:
 
 
 def _check_model(services: GatewayServices, model: str | None, own: str) -> None:
-    if model not in (None, own, services.chat.model.name):
+    if model not in (None, own, *(chat.model.name for chat in services.chats)):
         raise NotFound("model", str(model), f"ask for {own!r}")
 
 

@@ -13,9 +13,10 @@ from ragcache_gateway.chat.schema import ChatRequest
 from ragcache_gateway.engines.completion_stream import WholeCompletion
 from ragcache_gateway.http.answer_stream import write_response
 from ragcache_gateway.http.client_writer import TokenStream
+from ragcache_gateway.http.deadline_header import DeadlineHeader
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
 from ragcache_gateway.http.errors import validate
-from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
+from ragcache_gateway.http.openapi import ANSWER_ERRORS, ERRORS
 from ragcache_gateway.http.services import Asking, Services
 from ragcache_gateway.pipeline.account import complete
 from ragcache_gateway.pipeline.steps import start_answer
@@ -34,22 +35,28 @@ router = APIRouter(tags=["answers"], responses=ERRORS)
             "description": "The response; with `stream: true`, its events.",
             "content": {"text/event-stream": {}},
         },
-        **UPSTREAM_ERRORS,
+        **ANSWER_ERRORS,
     },
 )
 async def respond(
-    request: Request, body: ResponseRequest, services: Services, caller: Asking
+    request: Request,
+    body: ResponseRequest,
+    services: Services,
+    caller: Asking,
+    deadline_ms: DeadlineHeader = None,
 ) -> Response:
     """Retrieve chunks and have the model answer from them. Nothing is stored."""
-    chat = _chat(body)
+    asked = _chat(body)
+    asked.ragcache.lower_deadline(deadline_ms)
+    chat = services.chat_with(asked.model)
     async with AsyncExitStack() as stack:
         answer = await cancel_on_disconnect(
-            request.receive, start_answer(services.chat, chat, caller, stack)
+            request.receive, start_answer(chat, asked, caller, stack)
         )
         if isinstance(answer.completion, WholeCompletion):
-            whole = await cancel_on_disconnect(request.receive, complete(services.chat, answer))
+            whole = await cancel_on_disconnect(request.receive, complete(chat, answer))
             return JSONResponse(response_of(body, whole))
-        write = partial(write_response, services.chat, body, answer)
+        write = partial(write_response, chat, body, answer)
         return TokenStream(write, stack.pop_all(), services.settings.send_timeout_s)
 
 

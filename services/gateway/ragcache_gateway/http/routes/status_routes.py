@@ -16,7 +16,8 @@ from ragcache_gateway.http.component_watch import Answering, NotAnswering, not_r
 from ragcache_gateway.http.errors import ErrorDetail, retry_headers
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.server import Drain
-from ragcache_gateway.http.services import Services
+from ragcache_gateway.http.services import GatewayServices, Services
+from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.telemetry.cache import CacheSummary, summarize_cache
 from ragcache_wire.telemetry.metric_registry import exposition
 
@@ -106,17 +107,26 @@ async def cache(services: Services) -> CacheSummary:
     return summarize_cache(stats, services.cache_view.summarize())
 
 
+AskedModel = Annotated[
+    str | None, Query(description="The model. Without it, the one of requests that name none.")
+]
+
+
 @router.get(
     "/v1/quality",
     summary="What is known of the quality of blended answers",
     responses=ERRORS,
 )
-async def quality(services: Services) -> QualityState:
-    """Return the verdict, and the report that `ragcache quality` has put."""
+async def quality(services: Services, model: AskedModel = None) -> QualityState:
+    """Return the verdict of a model, and the report that `ragcache quality` has put."""
+    return _quality(services, services.chat_with(model))
+
+
+def _quality(services: GatewayServices, chat: ChatServices) -> QualityState:
     return QualityState(
         reuse=services.settings.reuse,
         precompute=services.settings.precompute,
-        **services.chat.gate.describe(),
+        **chat.gate.describe(),
     )
 
 
@@ -126,9 +136,14 @@ async def quality(services: Services) -> QualityState:
     responses={**ERRORS, **UPSTREAM_ERRORS},
 )
 async def put_quality_report(services: Services, report: dict[str, Any]) -> QualityState:
-    """Store a report of the served model durably, for all gateways."""
-    await services.chat.gate.put_report(report)
-    return await quality(services)
+    """Store a report of a served model durably, for all gateways.
+
+    The report names the model.
+    """
+    name = report.get("model")
+    chat = services.chat_with(name if isinstance(name, str) else None)
+    await chat.gate.put_report(report)
+    return _quality(services, chat)
 
 
 @router.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)

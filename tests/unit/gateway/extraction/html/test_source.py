@@ -31,7 +31,15 @@ WESTERN = "Die Prüfung kostet 8 € und “alles” inbegriffen."
     ],
 )
 def test_the_encoding_is_that_of_the_mark_or_of_the_page(content: bytes, text: str) -> None:
-    assert text in decode(content)
+    assert text in decode(content)[0]
+
+
+def test_an_encoding_that_the_page_does_not_show_is_said() -> None:
+    page = "<p>Кран стоит в зале номер семь и поднимает тонну.</p>"
+    assert read_html(page.encode("cp1251")).warnings == (
+        "the encoding is taken to be cp1251; name it with encoding if it is another one",
+    )
+    assert read_html(f'<meta charset="cp1251">{page}'.encode("cp1251")).warnings == ()
 
 
 def test_cdata_of_a_wiki_is_text_whatever_is_in_it() -> None:
