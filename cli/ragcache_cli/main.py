@@ -28,6 +28,7 @@ from ragcache_cli.commands.size import size_command
 from ragcache_cli.commands.status import logs_command, status_command
 from ragcache_cli.commands.sync import sync_command
 from ragcache_cli.commands.up import down_command, up_command
+from ragcache_cli.commands.usage import usage_command
 from ragcache_cli.monitoring.top import top_command
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError
 
@@ -73,6 +74,7 @@ for command in (
     *(up_command, down_command, status_command, logs_command, install_command, ingest_command),
     *(ask_command, explain_command, quality_command, size_command, sync_command, top_command),
     *(completion_command, backup_command, restore_command, render_command, doctor_command),
+    usage_command,
 ):
     app.command(name=command.__name__.removesuffix("_command"))(command)
 app.add_typer(keys_app)

@@ -198,7 +198,8 @@ class Team:
 
 def result(failures: int = 0, *, finished: bool = True, **numbers: int) -> str:
     shown = [{"source": "configMap faq", "document": "b.md", "problem": "is empty"}]
-    whole = {"documents": 2, "chunks": 4, "written": 0, "unchanged": 0, "deleted": 0, **numbers}
+    counts = {"written": 0, "unchanged": 0, "deleted": 0, "skipped": 0}
+    whole = {"documents": 2, "chunks": 4, **counts, **numbers}
     return json.dumps(
         {
             **whole,

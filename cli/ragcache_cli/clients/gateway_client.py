@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import httpx
 
@@ -320,9 +320,26 @@ class GatewayApiClient:
         """Return a chat completion in one piece."""
         return await self._call("POST", "/v1/chat/completions", body)
 
-    async def quality(self) -> dict[str, Any]:
-        """Return what is known of the quality of blended answers."""
-        return await self._call("GET", "/v1/quality")
+    async def usage(self, query: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return what keys have used, all pages.
+
+        Args:
+            query: Parameters of ``GET /v1/usage``.
+        """
+        entries: list[dict[str, Any]] = []
+        after: dict[str, str] = {}
+        while True:
+            parameters = urlencode({**query, "limit": str(_PAGE), **after})
+            page = await self._call("GET", f"/v1/usage?{parameters}")
+            entries += page["data"]
+            if page["next"] is None:
+                return entries
+            after = {"after": page["next"]}
+
+    async def quality(self, model: str | None = None) -> dict[str, Any]:
+        """Return what is known of the quality of a model's blended answers."""
+        params = "" if model is None else f"?{urlencode({'model': model})}"
+        return await self._call("GET", f"/v1/quality{params}")
 
     async def capture(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Have a question's chunks stored after other chunks."""

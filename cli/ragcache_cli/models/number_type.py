@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ragcache_core.cost.cpu_number_type import is_slow_number_type, parse_cpu_features
-from ragcache_operator.spec.ragcache import RagCache
+from ragcache_operator.spec.ragcache import ModelSpec, RagCache
 
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 
@@ -29,8 +29,15 @@ def use_fast_number_type(cache: RagCache, features: Set[str] | None) -> RagCache
     Args:
         features: What ``read_cpu_features`` returns.
     """
-    model = cache.spec.model
-    if model.dtype != "auto" or not is_slow_number_type("bfloat16", features):
+    if not is_slow_number_type("bfloat16", features):
         return cache
-    spec = cache.spec.model_copy(update={"model": model.model_copy(update={"dtype": "float32"})})
-    return cache.model_copy(update={"spec": spec})
+    engines = tuple(
+        one if one.model is None else one.model_copy(update={"model": _fast(one.model)})
+        for one in cache.spec.engines
+    )
+    changes = {"model": _fast(cache.spec.model), "engines": engines}
+    return cache.model_copy(update={"spec": cache.spec.model_copy(update=changes)})
+
+
+def _fast(model: ModelSpec) -> ModelSpec:
+    return model if model.dtype != "auto" else model.model_copy(update={"dtype": "float32"})

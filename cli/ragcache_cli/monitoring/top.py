@@ -56,10 +56,17 @@ def draw(frame: Mapping[str, Any], where: str) -> Table:
     tokens = frame["prompt_tokens_per_s"]
     rows.add_row("tokens/s", ", ".join(f"{_number(n)} {name}" for name, n in tokens.items()))
     _add_cache(rows, frame["cache"])
+    has_models = len({engine["model"] for engine in frame["engines"]}) > 1
     for engine in frame["engines"]:
         state = "ready" if engine["ready"] else printable(str(engine["problem"]))
+        serves = f" {printable(engine['model'])}," if has_models else ""
         style = "" if engine["ready"] else "red"
-        line = f"{engine['address']}: {engine['in_flight']} in flight, {state}"
+        role = "" if engine.get("role", "both") == "both" else f" ({engine['role']})"
+        line = (
+            f"{engine['address']}{role}:{serves} {engine['waiting']} waiting, "
+            f"{engine['queue_s']:.1f} s, "
+            f"{engine['decoding']} decoding, {state}"
+        )
         rows.add_row("engine", Text(line, style=style))
     retriever, ingest = frame["retriever"], frame["ingest"]
     state = "ready" if retriever["ready"] else printable(str(retriever["problem"]))

@@ -29,7 +29,8 @@ def read_folder(what: str, root: Path, path: str = "") -> SourceContents:
     """Read files of known formats at and below ``root/path``, without hidden ones.
 
     A ConfigMap's files are links into a hidden folder, so links are followed. A link that leads
-    out of ``root`` is not: a writer to the volume must not read other files of this machine.
+    out of ``root`` is not: a writer to the volume must not read other files of this machine. The
+    folders of a ConfigMap begin with two dots, and do not count as skipped.
 
     Raises:
         InvalidInput: The folder does not exist or cannot be read; the field is ``what``.
@@ -46,7 +47,7 @@ def read_folder(what: str, root: Path, path: str = "") -> SourceContents:
     skipped = 0
     for parent, folders, names in os.walk(top, onerror=_refuse(what)):
         shown = sorted(name for name in folders if not name.startswith("."))
-        skipped += len(folders) - len(shown)
+        skipped += sum(not name.startswith("..") for name in folders) - len(shown)
         folders[:] = shown
         for name in sorted(names):
             file = Path(parent, name)

@@ -10,7 +10,7 @@ from ragcache_core.cost.engine_memory import EngineMemory
 from ragcache_operator.builders import autoscaling
 from ragcache_operator.builders.autoscaling import ReplicaRange
 from ragcache_operator.builders.environment import EnvValue, FromResource, settings_environment
-from ragcache_operator.builders.keys import signing_mount, uses_keys
+from ragcache_operator.builders.keys import signing_mount
 from ragcache_operator.builders.metadata import ENGINE_LABEL, Object
 from ragcache_operator.builders.model import model_environment, model_mounts, weights_bytes
 from ragcache_operator.builders.placement import PORT_NUMBERS, Endpoint, PlatformPlacement
@@ -64,7 +64,9 @@ def workload_name(engine: EngineSpec) -> str:
 def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> list[Object]:
     """Return the objects of one group of engines."""
     memory = EngineMemory(
-        weights_bytes(cache.spec.model), engine.kv_memory_gib << 30, engine.host_tier_bytes
+        weights_bytes(cache.spec.model_of(engine)),
+        engine.kv_memory_gib << 30,
+        engine.host_tier_bytes,
     )
     derived = DerivedResources("1", memory.request_bytes)
     replica_range = engine.autoscaling and ReplicaRange(
@@ -86,7 +88,7 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
             _SHARED_MEMORY,
             MEMBERS.mount(cache),
             signing_mount(cache, placement),
-            *model_mounts(cache.spec.model),
+            *model_mounts(cache.spec.model_of(engine)),
         ),
         drain=("python", "-m", "ragcache_engine.drain", "--deadline-s", str(_DRAIN_S)),
         grace_s=_DRAIN_S + _END_S,
@@ -114,7 +116,7 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
 
 
 def _arguments(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> list[str]:
-    model = cache.spec.model
+    model = cache.spec.model_of(engine)
     bind_address = placement.bind_address(http(engine))
     return [
         *("--model", placement.model(model.parsed_source)),
@@ -126,21 +128,14 @@ def _arguments(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement
         "--enable-prompt-tokens-details",
         *("--middleware", "ragcache_engine.telemetry.health.HealthMiddleware"),
         *("--kv-transfer-config", _json(_CONNECTOR)),
-        # The gateway gives background work the lowest priority, prompts of searches that have not
-        # ended a low one, and questions that of their key.
-        *(("--scheduling-policy", "priority") if _uses_priorities(cache, placement) else ()),
+        # The gateway composes the priority of each request.
+        *("--scheduling-policy", "priority"),
         # Compiling would make each start longer. Its benefit on a CPU has not been measured.
         "--enforce-eager",
         *vllm_arguments(cache),
         *engine.args,
         *engine.unsafe_args,
     ]
-
-
-def _uses_priorities(cache: RagCache, placement: PlatformPlacement) -> bool:
-    reuse = cache.spec.reuse
-    background = reuse.precompute or reuse.quality is not None
-    return background or cache.spec.gateway.speculation != "off" or uses_keys(cache, placement)
 
 
 def _json(config: Mapping[str, object]) -> str:
@@ -151,7 +146,7 @@ def _environment(
     cache: RagCache, engine: EngineSpec, placement: PlatformPlacement
 ) -> dict[str, EnvValue]:
     return {
-        **model_environment(cache.spec.model),
+        **model_environment(cache.spec.model_of(engine)),
         **settings_environment(
             EngineSettings,
             cache,

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 from ragcache_operator.builders import autoscaling, engine, retriever
 from ragcache_operator.builders.autoscaling import ReplicaRange
 from ragcache_operator.builders.environment import EnvValue, settings_environment
-from ragcache_operator.builders.keys import api_key_mounts, signing_mount, uses_keys
+from ragcache_operator.builders.keys import (
+    api_key_mounts,
+    engine_key_mounts,
+    signing_mount,
+    uses_keys,
+)
 from ragcache_operator.builders.metadata import Object
 from ragcache_operator.builders.model import HUB_START_S, model_environment, model_mounts
 from ragcache_operator.builders.placement import (
@@ -23,7 +29,7 @@ from ragcache_operator.builders.watched_files import LIMITS, MEMBERS, limits_con
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
 from ragcache_operator.spec.ragcache import EngineSpec, RagCache
 from ragcache_wire.settings import GatewaySettings
-from ragcache_wire.settings.gateway import EngineAddress
+from ragcache_wire.settings.gateway import EngineAddress, ModelSettings, models_text
 
 COMPONENT: Final = "gateway"
 HTTP: Final = Endpoint(COMPONENT, "http")
@@ -41,6 +47,8 @@ _END_S = 5
 
 _PROCESS_BYTES: Final = 512 << 20
 """Memory of the gateway besides its knowledge tree."""
+_MODEL_BYTES: Final = 128 << 20
+"""Memory of the tokenizer and the prompts of each further model."""
 _NODE_BYTES: Final = 800
 """Memory of a node of the knowledge tree."""
 
@@ -58,13 +66,14 @@ pod, so a change would restart it."""
 
 def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
     """Return the objects of the gateway."""
-    model, gateway = cache.spec.model, cache.spec.gateway
+    models, gateway = cache.spec.models, cache.spec.gateway
     replica_range = gateway.autoscaling and ReplicaRange(
         gateway.replicas, gateway.autoscaling.max_replicas
     )
     endpoints = (HTTP, ADMIN) if placement.is_cluster else (HTTP,)
     # The gateway reads the weights for their fingerprint. From the hub, it downloads them first.
-    start_s = HUB_START_S if model.parsed_source.kind == "hf" else _START_S
+    from_hub = any(model.parsed_source.kind == "hf" for model in models)
+    start_s = HUB_START_S if from_hub else _START_S
     workload = Workload(
         component=COMPONENT,
         name=COMPONENT,
@@ -75,14 +84,17 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
         probes=Probes(
             placement.bind_address(endpoints[-1]).port, "/healthz", "/readyz", start_s=start_s
         ),
-        resources=resources(DerivedResources("100m", _memory_bytes()), gateway.resources),
+        resources=resources(
+            DerivedResources("100m", _memory_bytes(len(models))), gateway.resources
+        ),
         replicas=replica_range or gateway.replicas,
         mounts=(
             MEMBERS.mount(cache),
             LIMITS.mount(cache),
             signing_mount(cache, placement),
             *api_key_mounts(cache, placement),
-            *model_mounts(model),
+            *engine_key_mounts(cache),
+            *(mount for number, one in enumerate(models) for mount in model_mounts(one, number)),
         ),
         drain=("sleep", str(_ENDPOINT_REMOVAL_S)),
         grace_s=_ENDPOINT_REMOVAL_S + _STOP_GRACE_S + _END_S,
@@ -112,9 +124,16 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
 
 
 def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, EnvValue]:
-    model, has_keys = cache.spec.model, uses_keys(cache, placement)
+    model, *others = cache.spec.models
+    has_keys = uses_keys(cache, placement)
+    other_models = [
+        ModelSettings(
+            one.served_name, placement.model(one.parsed_source, number), one.dtype, one.max_length
+        )
+        for number, one in enumerate(others, start=1)
+    ]
     return {
-        **model_environment(model),
+        **model_environment(*cache.spec.models),
         **settings_environment(
             GatewaySettings,
             cache,
@@ -126,11 +145,14 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
             builtin_keys=placement.builtin_keys() if has_keys else None,
             **(_LIMITS_FROM_FILE if placement.is_cluster else {}),
             retriever=str(placement.address_of(retriever.GRPC)),
-            engines=",".join(str(_engine_address(one, placement)) for one in cache.spec.engines),
+            engines=",".join(
+                str(_engine_address(cache, one, placement)) for one in cache.spec.engines
+            ),
             cachestore=placement.cache_store_members(),
             signing_key_file=placement.signing_key_file(),
             model=placement.model(model.parsed_source),
             model_name=model.served_name,
+            other_models=models_text(other_models) if other_models else None,
             stop_grace_s=str(_STOP_GRACE_S),
             allowed_hosts=",".join(_allowed_hosts(cache, placement)) or None,
             allowed_origins=",".join(cache.spec.gateway.allowed_origins) or None,
@@ -138,10 +160,10 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
     }
 
 
-def _memory_bytes() -> int:
+def _memory_bytes(num_models: int) -> int:
     """Return the memory of a pod."""
     max_nodes: int = GatewaySettings.model_fields["view_max_nodes"].default
-    return _PROCESS_BYTES + max_nodes * _NODE_BYTES
+    return _PROCESS_BYTES + max_nodes * _NODE_BYTES + (num_models - 1) * _MODEL_BYTES
 
 
 def _allowed_hosts(cache: RagCache, placement: PlatformPlacement) -> tuple[str, ...]:
@@ -156,11 +178,21 @@ def _allowed_hosts(cache: RagCache, placement: PlatformPlacement) -> tuple[str, 
     return tuple(dict.fromkeys(hosts))
 
 
-def _engine_address(group: EngineSpec, placement: PlatformPlacement) -> EngineAddress:
+def _engine_address(
+    cache: RagCache, group: EngineSpec, placement: PlatformPlacement
+) -> EngineAddress:
+    model = cache.spec.model_of(group)
+    number = [one.served_name for one in cache.spec.models].index(model.served_name)
     if group.url is not None:
-        return EngineAddress.of_url(group.url)
+        has_key = group.key_secret is not None
+        return EngineAddress.of_url(
+            group.url,
+            key_file=Path(placement.engine_key_file(group.name)) if has_key else None,
+            served_name=group.served_name,
+            model=number,
+        )
     http, records = (
         placement.address_of(engine.http(group)),
         placement.address_of(engine.records(group)),
     )
-    return EngineAddress(http.host, http.port, records.port)
+    return EngineAddress(http.host, http.port, records.port, model=number, role=group.role)

@@ -24,6 +24,7 @@ from ragcache_operator.builders.metadata import Object, labels, object_name, wit
 from ragcache_operator.builders.placement import (
     API_KEYS_FILE,
     API_KEYS_FOLDER,
+    ENGINE_KEYS_FOLDER,
     SIGNING_KEY_FILE,
     SIGNING_KEY_FOLDER,
     PlatformPlacement,
@@ -37,6 +38,7 @@ ADMIN_KEY: Final = "admin-key"
 """Entry of the generated Secret with the key itself, for the person who installs a RagCache."""
 
 _API_KEYS: Final = "api-keys"
+_ENGINE_KEYS: Final = "engine-keys"
 _SYNC_KEY: Final = "sync-key"
 _SYNC_ENTRY: Final = "key"
 _SIGNING_KEY: Final = "signing-key"
@@ -116,6 +118,28 @@ def api_key_mounts(cache: RagCache, placement: PlatformPlacement) -> tuple[Mount
         "items": [{"key": entry, "path": API_KEYS_FILE}],
     }
     return (Mount(_API_KEYS, API_KEYS_FOLDER, {"secret": volume}, read_only=True),)
+
+
+def engine_key_mounts(cache: RagCache) -> tuple[Mount, ...]:
+    """Return the mount of the API keys of servers that RagCache does not run, if they have any.
+
+    A pod starts without a Secret that is missing, and its gateway reports the engine.
+    """
+    sources = [
+        {
+            "secret": {
+                "name": engine.key_secret.name,
+                "items": [{"key": engine.key_secret.key, "path": engine.name}],
+                "optional": True,
+            }
+        }
+        for engine in cache.spec.engines
+        if engine.key_secret is not None
+    ]
+    if not sources:
+        return ()
+    volume = {"defaultMode": _READABLE_BY_GROUP, "sources": sources}
+    return (Mount(_ENGINE_KEYS, ENGINE_KEYS_FOLDER, {"projected": volume}, read_only=True),)
 
 
 def sync_secret(cache: RagCache, placement: PlatformPlacement, keys: ComponentKeys) -> Object:

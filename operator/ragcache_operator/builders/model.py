@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ragcache_operator.builders.environment import EnvValue, FromSecret
-from ragcache_operator.builders.placement import MODEL_FOLDER
+from ragcache_operator.builders.placement import model_folder
 from ragcache_operator.builders.pod import Mount
 from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.ragcache import ModelSpec
@@ -16,20 +16,23 @@ HUB_START_S: Final = 1800
 """Time for a pod to download weights from the hub."""
 
 
-def model_environment(model: ModelSpec) -> Mapping[str, EnvValue]:
+def model_environment(*models: ModelSpec) -> Mapping[str, EnvValue]:
     """Return variables for the Hugging Face libraries.
 
     A folder is complete. Without HF_HUB_OFFLINE, the libraries would ask the hub at each start.
     """
-    if model.parsed_source.kind != "hf":
+    if all(model.parsed_source.kind != "hf" for model in models):
         return {"HF_HUB_OFFLINE": "1"}
-    if model.token_secret is None:
-        return {}
-    return {"HF_TOKEN": FromSecret.of(model.token_secret)}
+    tokens = [model.token_secret for model in models if model.token_secret is not None]
+    return {"HF_TOKEN": FromSecret.of(tokens[0])} if tokens else {}
 
 
-def model_mounts(model: ModelSpec) -> list[Mount]:
-    """Return the read-only mount of a source that is a volume."""
+def model_mounts(model: ModelSpec, number: int = 0) -> list[Mount]:
+    """Return the read-only mount of a source that is a volume.
+
+    Args:
+        number: Number of the model in a pod that reads several.
+    """
     source = model.parsed_source
     match source.kind:
         case "pvc":
@@ -39,7 +42,8 @@ def model_mounts(model: ModelSpec) -> list[Mount]:
             volume = {"image": {"reference": source.value, "pullPolicy": "IfNotPresent"}}
         case _:
             return []
-    return [Mount("model", MODEL_FOLDER, volume, read_only=True)]
+    name = f"model-{number}" if number else "model"
+    return [Mount(name, model_folder(number), volume, read_only=True)]
 
 
 _BUNDLED_BYTES: Final = {"smollm2": 269_060_552, "tinyrag": 5_369_152}

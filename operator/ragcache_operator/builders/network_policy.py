@@ -161,7 +161,9 @@ def _egress(cache: RagCache, component: str, placement: PlatformPlacement) -> li
         for source, target, port in _EDGES
         if source == component
     ]
-    if component in _READS_MODEL and cache.spec.model.parsed_source.kind == "hf":
+    models = (cache.spec.model,) if component == "retriever" else cache.spec.models
+    from_hub = any(model.parsed_source.kind == "hf" for model in models)
+    if component in _READS_MODEL and from_hub:
         rules.append({"ports": _ports(_HTTPS)})
     if component == "retriever":
         rules += _retriever_egress(cache.spec.retriever, placement)

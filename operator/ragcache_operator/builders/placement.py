@@ -31,6 +31,7 @@ SIGNING_KEY_FOLDER: Final = "/etc/ragcache/signing-key"
 SIGNING_KEY_FILE: Final = "keys"
 API_KEYS_FOLDER: Final = "/etc/ragcache/api-keys"
 API_KEYS_FILE: Final = "keys.toml"
+ENGINE_KEYS_FOLDER: Final = "/etc/ragcache/engine-keys"
 LIMITS_FOLDER: Final = "/etc/ragcache/limits"
 LIMITS_FILE: Final = "limits.json"
 _POD_NAME: Final = "POD_NAME"
@@ -38,6 +39,11 @@ MODEL_FOLDER: Final = "/model"
 EMBEDDER_FOLDER: Final = "/embedder"
 CROSS_ENCODER_FOLDER: Final = "/cross-encoder"
 """Mount paths of the volumes with models."""
+
+
+def model_folder(number: int) -> str:
+    """Return the mount path of a model, by its number in a pod that reads several."""
+    return f"{MODEL_FOLDER}-{number}" if number else MODEL_FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,10 @@ class PlatformPlacement(Protocol):
         """Return the path of the file with API keys."""
         ...
 
+    def engine_key_file(self, group: str) -> str:
+        """Return the path of the file with the API key of a server that serves as an engine."""
+        ...
+
     def builtin_keys(self) -> str | None:
         """Return the hashes of the platform's own API keys, as the gateway's setting has them."""
         ...
@@ -155,8 +165,11 @@ class PlatformPlacement(Protocol):
         """
         ...
 
-    def model(self, source: ModelSource) -> str:
+    def model(self, source: ModelSource, number: int = 0) -> str:
         """Return the model as a folder inside the containers, or as a Hugging Face name.
+
+        Args:
+            number: Number of the model in a pod that reads several.
 
         Raises:
             InvalidInput: The source is not available here.
@@ -248,6 +261,10 @@ class ClusterPlacement:
         """Return a mounted file, so that pods follow changes of keys without a restart."""
         return f"{API_KEYS_FOLDER}/{API_KEYS_FILE}"
 
+    def engine_key_file(self, group: str) -> str:
+        """Return a mounted file, so that pods follow a change of the key without a restart."""
+        return f"{ENGINE_KEYS_FOLDER}/{group}"
+
     def builtin_keys(self) -> str | None:
         """Return the hashes of the operator's own keys."""
         return self.component_keys
@@ -280,7 +297,7 @@ class ClusterPlacement:
             return "/".join(filter(None, (CROSS_ENCODER_FOLDER, reranker.claim_folder)))
         return reranker.model
 
-    def model(self, source: ModelSource) -> str:
+    def model(self, source: ModelSource, number: int = 0) -> str:
         """Return a folder of the image or of a mounted volume, or a name of the hub."""
         match source.kind:
             case "bundled":
@@ -288,9 +305,9 @@ class ClusterPlacement:
             case "hf":
                 return source.value
             case "pvc":
-                return "/".join(filter(None, (MODEL_FOLDER, source.folder)))
+                return "/".join(filter(None, (model_folder(number), source.folder)))
             case "image" if self.capabilities.image_volumes:
-                return MODEL_FOLDER
+                return model_folder(number)
             case "image":
                 raise InvalidInput(
                     "spec.model.source",

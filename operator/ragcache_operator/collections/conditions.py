@@ -117,6 +117,8 @@ def _state_of(outcome: Outcome) -> ConditionState:
     count = f"{outcome.documents} documents in {outcome.chunks} chunks"
     if outcome.warning_count:
         count += f", {outcome.warning_count} documents with warnings"
+    if outcome.skipped:
+        count += f", {outcome.skipped} files skipped that are no documents"
     match outcome.verdict:
         case "complete":
             of_revision = f", revision {outcome.revision}" if outcome.revision else ""

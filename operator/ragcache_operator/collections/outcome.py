@@ -28,6 +28,7 @@ class Outcome:
         failure_count: Number of all failures.
         warnings: What the gateway did not read of documents that it stored, as far as it fits.
         warning_count: Number of all documents with warnings.
+        skipped: Number of files of the sources that are no documents.
     """
 
     verdict: SyncVerdict
@@ -41,6 +42,7 @@ class Outcome:
     failure_count: int = 0
     warnings: tuple[str, ...] = ()
     warning_count: int = 0
+    skipped: int = 0
 
     def to_json(self) -> str:
         """Return the outcome as text for an annotation of the Job."""
@@ -108,7 +110,7 @@ def _outcome_of_container(ended: Mapping[str, Any]) -> Outcome:
     )
 
 
-_NUMBERS = ("documents", "chunks", "written", "deleted")
+_NUMBERS = ("documents", "chunks", "written", "deleted", "skipped")
 
 
 def _failure(failure: Mapping[str, Any]) -> str:

@@ -126,7 +126,7 @@ class StatusReporter:
             if not test.passed or test.generation != generation:
                 waits_s.append(max(0.0, state.next_test_s - time.monotonic()))
         if test.passed:
-            await self._refresh_usage(gateway, state, post_event)
+            await self._refresh_usage(gateway, _model_names(cache), state, post_event)
             waits_s.append(USAGE_POLL_S)
         await write(test)
         return min(waits_s, default=None)
@@ -134,7 +134,7 @@ class StatusReporter:
     async def _run_self_test(
         self, gateway: GatewayAccess, cache: RagCache, generation: int, state: ReconcileState
     ) -> SelfTest:
-        result = await self._gateway_client.self_test(gateway, cache.spec.model.served_name)
+        result = await self._gateway_client.self_test(gateway, _model_names(cache))
         if result.passed:
             state.test_failures, state.next_test_s = 0, 0.0
             return SelfTest(True, "Answered", result.message, generation)
@@ -143,7 +143,11 @@ class StatusReporter:
         return SelfTest(False, "SelfTestFailed", result.message, generation)
 
     async def _refresh_usage(
-        self, gateway: GatewayAccess, state: ReconcileState, post_event: PostEvent
+        self,
+        gateway: GatewayAccess,
+        models: Sequence[str],
+        state: ReconcileState,
+        post_event: PostEvent,
     ) -> None:
         if time.monotonic() >= state.next_usage_s:
             state.next_usage_s = time.monotonic() + USAGE_POLL_S
@@ -154,7 +158,7 @@ class StatusReporter:
                 for reset in unreported_resets(usage.resets, state.reported_resets, now_ms):
                     post_event(reset_event(reset))
                 state.reported_resets |= frozenset(usage.resets)
-            verdict = await self._gateway_client.blend_verdict(gateway)
+            verdict = await self._gateway_client.blend_verdict(gateway, models)
             state.blend_verdict = verdict or state.blend_verdict
 
     async def _startup_progress(self, owner: Owner, pods: Sequence[Object]) -> dict[str, str]:
@@ -257,3 +261,7 @@ def _conditions(body: Object) -> Sequence[Condition]:
 def _now() -> str:
     now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
     return now.isoformat().replace("+00:00", "Z")
+
+
+def _model_names(cache: RagCache) -> list[str]:
+    return [model.served_name for model in cache.spec.models]

@@ -1,7 +1,8 @@
 """Evaluates the part of CEL that the rules use, so that a rule is written once.
 
 The API server evaluates the same text. It is ``self`` with its fields, ``has``, ``size``,
-``duration``, ``startsWith``, ``matches``, ``in``, comparisons, ``*`` and the logical operators.
+``duration``, ``startsWith``, ``matches``, ``exists``, ``in``, comparisons, ``*`` and the logical
+operators.
 Source: https://github.com/google/cel-spec.
 """
 
@@ -74,6 +75,7 @@ class _Parser:
         self._expression = expression
         self._tokens = _tokens(expression)
         self._i = 0
+        self._variables: set[str] = set()  # of the macros around the present position
 
     def expect(self, symbol: str) -> None:
         """Consume a symbol. Raises ValueError for another one."""
@@ -126,9 +128,21 @@ class _Parser:
     def _field_or_method(self, of: Evaluate, name: str) -> Evaluate:
         if not self._accept("("):
             return lambda fields: of(fields)[name]
+        if name == "exists":
+            return self._exists(of)
         method, argument = _METHODS[name], self.either()
         self.expect(")")
         return lambda fields: method(of(fields), argument(fields))
+
+    def _exists(self, of: Evaluate) -> Evaluate:
+        """Parse the rest of ``items.exists(item, condition)``."""
+        variable = self._name()
+        self.expect(",")
+        self._variables.add(variable)
+        holds = self.either()
+        self._variables.remove(variable)
+        self.expect(")")
+        return lambda fields: any(holds({**fields, f"${variable}": one}) for one in of(fields))
 
     def _primary(self) -> Evaluate:
         if self._accept("("):
@@ -143,6 +157,8 @@ class _Parser:
             return lambda _: value
         if text == "self":
             return lambda fields: fields
+        if text in self._variables:
+            return lambda fields: fields[f"${text}"]
         self.expect("(")
         found = self._has() if text == "has" else self._call(text)
         self.expect(")")

@@ -38,6 +38,7 @@ from ragcache_operator.spec.retriever import (
 )
 from ragcache_operator.spec.validation import (
     ENFORCED_BY_SCHEMA,
+    NO_CEL_FOR_NAMES,
     NO_CEL_FOR_QUANTITIES,
     Rule,
     Violation,
@@ -73,6 +74,41 @@ def _memory_limit_at_least_request(resources: ResourcesSpec) -> Violation | None
 def _engine_names_differ(spec: RagCacheSpec) -> Violation | None:
     names = [engine.name for engine in spec.engines]
     return _first_duplicate(names, "name")
+
+
+def _first_model_has_engines(spec: RagCacheSpec) -> Violation | None:
+    first = spec.model.served_name
+    if any(spec.model_of(engine).served_name == first for engine in spec.engines):
+        return None
+    return Violation(
+        f"have no group that serves spec.model, {first!r}",
+        "leave out model in one group, or make it spec.model",
+    )
+
+
+def _same_name_is_same_model(spec: RagCacheSpec) -> Violation | None:
+    known = {model.served_name: model for model in spec.models}
+    for i, engine in enumerate(spec.engines):
+        name = spec.model_of(engine).served_name
+        if known[name] != spec.model_of(engine):
+            return Violation(
+                f"{name!r} is the name of another model, too",
+                "set the same fields for both, or another name",
+                f"[{i}].model.name",
+            )
+    return None
+
+
+def _tokens_are_equal(spec: RagCacheSpec) -> Violation | None:
+    tokens = [model.token_secret for model in spec.models if model.token_secret is not None]
+    for i, engine in enumerate(spec.engines):
+        if engine.model and engine.model.token_secret not in (None, tokens[0] if tokens else None):
+            return Violation(
+                "is another Secret than that of the first model",
+                "use one token for all models, because the gateway reads all of them",
+                f"[{i}].model.tokenSecret",
+            )
+    return None
 
 
 def _pull_secrets_differ(template: PodTemplateSpec) -> Violation | None:
@@ -150,6 +186,7 @@ _PROBLEM: Final = "is set together with url, and RagCache does not run this engi
 _FIX: Final = "leave it out, or leave out url"
 
 _CONDITIONS: Final = {
+    "role": "self.role == 'both'",
     "replicas": "self.replicas == 1",
     "args": "!has(self.args) || size(self.args) == 0",
     "unsafeArgs": "!has(self.unsafeArgs) || size(self.unsafeArgs) == 0",
@@ -173,6 +210,16 @@ def _unset(attribute: str) -> Callable[[EngineSpec], Violation | None]:
 
 
 EXTERNAL_ENGINE_RULES: tuple[Rule, ...] = (
+    *(
+        cel_rule(
+            EngineSpec,
+            field,
+            f"has(self.url) || !has(self.{field})",
+            "is set without url, and RagCache's own engines need none",
+            "leave it out, or set url",
+        )
+        for field in ("keySecret", "servedName")
+    ),
     *(
         cel_rule(EngineSpec, field, f"!has(self.url) || {condition}", _PROBLEM, _FIX)
         for field, condition in _CONDITIONS.items()
@@ -328,6 +375,19 @@ CONSISTENCY: tuple[Rule, ...] = (
         NO_CEL_FOR_QUANTITIES,
     ),
     Rule(RagCacheSpec, "engines", _engine_names_differ, ENFORCED_BY_SCHEMA),
+    Rule(RagCacheSpec, "engines", _first_model_has_engines, NO_CEL_FOR_NAMES),
+    Rule(RagCacheSpec, "engines", _same_name_is_same_model, NO_CEL_FOR_NAMES),
+    Rule(RagCacheSpec, "engines", _tokens_are_equal, NO_CEL_FOR_NAMES),
+    *(
+        cel_rule(
+            RagCacheSpec,
+            "engines",
+            f"self.engines.exists(engine, engine.role != '{other}')",
+            f"have no group that can {role}",
+            f"add one with role {role} or both",
+        )
+        for role, other in (("prefill", "decode"), ("decode", "prefill"))
+    ),
     Rule(PodTemplateSpec, "imagePullSecrets", _pull_secrets_differ, ENFORCED_BY_SCHEMA),
     Rule(RagCacheSpec, "env", _variables_differ, ENFORCED_BY_SCHEMA),
     Rule(EnvSourceSpec, "", _is_one_value_source, ENFORCED_BY_SCHEMA),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -273,9 +273,16 @@ def _fields(root: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
         if isinstance(part, int):
             continue
         field = next(f for name, f in model.model_fields.items() if part in (name, f.alias))
-        candidates = (field.annotation, *get_args(field.annotation))
-        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+        model = next(_models(field.annotation))
     return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _models(annotation: object) -> Iterator[type[BaseModel]]:
+    """Yield the models in an annotation, such as one of a list that may be missing."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for one in get_args(annotation):
+        yield from _models(one)
 
 
 def _hints(root: type[BaseModel]) -> dict[str, str]:

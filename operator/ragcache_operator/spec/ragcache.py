@@ -29,6 +29,7 @@ from ragcache_operator.spec.values import (
     HUB_NAME,
     LOCAL_FOLDER,
     Annotations,
+    ApiKeySecret,
     ByteQuantity,
     EngineName,
     EngineUrl,
@@ -45,6 +46,7 @@ from ragcache_operator.spec.values import (
     ResourcesSpec,
     SecretEntry,
     SecretKey,
+    ServedName,
     ServerList,
     ServerSchema,
     StorageSpec,
@@ -267,8 +269,9 @@ class GatewayLimitsSpec(ManifestModel):
     needs no restart."""
 
     questions: Annotated[int, Field(ge=1, le=10_000)] = 128
-    """Maximum number of questions at once, from their arrival to the end of their answers. A larger
-    value needs more memory. It has no effect on how many requests the engines compute at once."""
+    """Maximum number of questions at once, from their arrival to the end of their answers. It
+    bounds the gateway's memory alone. It has no effect on how many requests the engines compute at
+    once; gateway.slo bounds how long questions wait for them."""
     document_requests: Annotated[int, Field(ge=1, le=10_000)] = 64
     """Maximum number of requests at once that need the retriever alone: those about documents and
     collections, and searches. Questions do not count."""
@@ -281,6 +284,31 @@ class GatewayLimitsSpec(ManifestModel):
     next_token_timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
     """Maximum time from one token of an answer to the next. The gateway then ends the answer with
     an error."""
+
+
+class ReorderingSpec(ManifestModel):
+    """ReorderingSpec sets the order of questions that wait for an engine. The more of a prompt is
+    cached, the earlier the engine begins with it."""
+
+    window_milliseconds: Annotated[int, Field(ge=0, le=600_000)] = 0
+    """How much later a question may be sent and still go first, if all of its prompt is cached and
+    nothing of the other one. A larger value shortens the mean wait under load. A smaller one lets
+    questions about new documents wait less. With 0, questions go in the order in which they were
+    sent. Priorities of API keys come first in each case."""
+
+
+class GatewaySloSpec(ManifestModel):
+    """GatewaySloSpec sets how long answers may take. The gateway answers a question that is
+    predicted to take longer with 429 and Retry-After, so that overload delays no other question."""
+
+    first_token_milliseconds: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
+    """Maximum predicted time from the arrival of a question to the first token of its answer. It
+    includes the search and the time in the engine's queue. An engine that has answered only a few
+    questions refuses none. If unset, there is no limit."""
+    next_token_milliseconds: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
+    """Maximum predicted time from one token of an answer to the next. An engine that would exceed
+    it with one more answer gets no question. The gateway refuses a question if that holds for all
+    engines. If unset, there is no limit."""
 
 
 class KeyFileSecret(SecretKey):
@@ -324,6 +352,9 @@ class GatewaySpec(ManifestModel):
     core."""
     limits: GatewayLimitsSpec = GatewayLimitsSpec()
     """Limits of the requests that each replica answers."""
+    slo: GatewaySloSpec | None = None
+    """Limits on the latency of answers. If unset, questions wait in the engines' queues until
+    limits.firstTokenTimeoutSeconds."""
     order: Literal["rank", "cached"] = "rank"
     """Order of documents in a prompt. rank: best first. cached: a prompt begins with documents
     whose KV is stored in this order, so that more KV is reused. Answers may differ, because models
@@ -331,6 +362,8 @@ class GatewaySpec(ManifestModel):
     max_displacement: Annotated[int, Field(ge=0, le=1024)] | None = None
     """Most positions that a document may move from its rank with order cached. If unset, there is
     no limit."""
+    reordering: ReorderingSpec = ReorderingSpec()
+    """The order of questions that wait for an engine."""
     layout: Literal["system-first", "documents-first"] = "system-first"
     """What a prompt begins with. documents-first puts the system prompt after the documents, so
     that a date or a user in it does not prevent the reuse of their KV. Answers may differ. Requests
@@ -378,11 +411,31 @@ class EngineSpec(ManifestModel):
     name: EngineName = "main"
     """Name of the engine group. The names of its Kubernetes objects contain it."""
     url: EngineUrl | None = None
-    """URL of a vLLM server that RagCache does not run, like http://vllm.models.svc:8000. It must
-    serve spec.model with its name and maxLength. Each address of the host name is one engine. The
-    gateway sends it prompts without a plan and without a priority, so it stores and loads no KV. It
-    predicts what the server's own prefix cache has, and corrects that if the server runs with
-    --enable-prompt-tokens-details. All other fields of the group except name must be left out."""
+    """URL of a server that RagCache does not run, like http://vllm.models.svc:8000 or
+    https://llm.example.com. Any server of OpenAI's API will do that serves spec.model with its
+    maxLength. A vLLM from version 0.32 on gets the token ids of prompts, and other servers get
+    text. No server gets plans, so it stores and loads no KV. The gateway predicts what its prefix
+    cache has, and corrects that by the cached tokens that it reports. Each address of an http host
+    is one engine, and an https host is one. https needs a certificate of a public authority or of
+    spec.trustedCA. All other fields of the group except name, keySecret and servedName must be left
+    out."""
+    key_secret: ApiKeySecret | None = None
+    """API key of the server at url, which requests to it carry. A change takes effect without a
+    restart. `ragcache up` reads the file engine-keys/NAME in its data folder instead, with the name
+    of the group. If unset, requests carry no key."""
+    served_name: ServedName | None = None
+    """Name of the model at url. If unset, it is the name that requests to the gateway have."""
+    model: ModelSpec | None = None
+    """Model of this group. If unset, it is spec.model, which at least one group must serve. A
+    request chooses a model by its name. All models answer from the same documents, whose chunks
+    spec.model's tokenizer bounds. Groups with the same name of the model must have the same
+    model."""
+    role: Literal["both", "prefill", "decode"] = "both"
+    """What the engines of the group do for a request. With both, one engine computes the prompt and
+    generates the answer. An engine with prefill computes prompts, and one with decode loads their
+    KV from the cache store and generates the answers. So long prompts do not delay answers in
+    progress. An engine with decode also computes what takes less time than a handoff. If engines of
+    one role are missing, those of another role do both."""
     replicas: Replicas = 1
     """Number of engine replicas. With autoscaling, this is the minimum."""
     device: Literal["cpu"] = "cpu"
@@ -499,13 +552,13 @@ class ReuseSpec(ManifestModel):
     and with several recompute shares. After eight replays it uses the smallest share that reaches
     this quality, up to maxRecomputeShare. If no share does, it uses exact reuse. Without this
     field, blends are allowed, and the condition BlendVerified and a header of each blended answer
-    say whether a report has passed. Setting or removing this field restarts the engines."""
+    say whether a report has passed."""
     precompute: bool = False
     """Whether engines compute KV ahead of requests when the gateway is idle, at the lowest
     priority. With blend they compute the chunks of each new document, the most central ones first,
     each after other chunks. In both modes they compute
     chunks that requests recomputed repeatedly and the store lacks. With exact, these are chunks of
-    the document at the start of the prompt. A change restarts the engines."""
+    the document at the start of the prompt."""
 
 
 class RagCacheSpec(ManifestModel):
@@ -547,6 +600,18 @@ class RagCacheSpec(ManifestModel):
     """Network connections that pods may open."""
     telemetry: TelemetrySpec = TelemetrySpec()
     """Where components send metrics and traces."""
+
+    @property
+    def models(self) -> tuple[ModelSpec, ...]:
+        """Every model once, spec.model first."""
+        found = {self.model.served_name: self.model}
+        for engine in self.engines:
+            found.setdefault(self.model_of(engine).served_name, self.model_of(engine))
+        return tuple(found.values())
+
+    def model_of(self, engine: EngineSpec) -> ModelSpec:
+        """Return the model of a group of engines."""
+        return engine.model or self.model
 
     @property
     def own_engines(self) -> tuple[EngineSpec, ...]:

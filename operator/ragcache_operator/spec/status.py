@@ -62,6 +62,10 @@ class EngineStatus(ManifestModel):
 
     name: str
     """Name of the group, as in spec.engines."""
+    model: str | None = None
+    """Name of the model that it serves."""
+    role: str | None = None
+    """Role of the group, as in spec.engines."""
     replicas: int | None = None
     """Desired number of replicas."""
     ready_replicas: int | None = None

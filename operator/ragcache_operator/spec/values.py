@@ -190,9 +190,16 @@ EngineUrl = Annotated[
     str,
     Field(max_length=300),
     StringPattern(
-        rf"http://{SUBDOMAIN}:{_PORT}",
+        rf"http://{SUBDOMAIN}:{_PORT}|https://{SUBDOMAIN}(:{_PORT})?",
         "URL of an engine",
-        "write it like http://vllm.models.svc:8000, with a port and without a path",
+        "write it like http://vllm.models.svc:8000 or https://llm.example.com, without a path",
+    ),
+]
+ServedName = Annotated[
+    str,
+    Field(max_length=200),
+    StringPattern(
+        r"[^\s,;]+", "model name", "use no spaces, no ',' and no ';', like meta/llama-3.1-8b"
     ),
 ]
 WebOrigin = Annotated[

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -80,7 +81,17 @@ class GatewayClient:
         """Close every connection."""
         await self._client.aclose()
 
-    async def self_test(self, gateway: GatewayAccess, model: str) -> SelfTestResult:
+    async def self_test(self, gateway: GatewayAccess, models: Sequence[str]) -> SelfTestResult:
+        """Ask each model a question. The result is that of the first one that does not answer."""
+        for model in models:
+            result = await self._ask(gateway, model)
+            if not result.passed and len(models) > 1:
+                return SelfTestResult(False, f"model {model}: {result.message}")
+            if not result.passed:
+                break
+        return result
+
+    async def _ask(self, gateway: GatewayAccess, model: str) -> SelfTestResult:
         """Ask a question of the largest collection, or of a new test collection."""
         try:
             collection = await self._collection(gateway)
@@ -127,12 +138,17 @@ class GatewayClient:
         except _NO_ANSWER:
             return None
 
-    async def blend_verdict(self, gateway: GatewayAccess) -> str | None:
-        """Return unverified, passed or failed, or None if the gateway does not answer."""
+    async def blend_verdict(self, gateway: GatewayAccess, models: Sequence[str]) -> str | None:
+        """Return unverified, passed or failed, or None if the gateway does not answer.
+
+        It is failed or unverified if one of the models is.
+        """
         try:
-            return str((await self._json(gateway, "GET", "/v1/quality"))["verdict"])
+            paths = [f"/v1/quality?model={quote(one, safe='')}" for one in models]
+            found = {(await self._json(gateway, "GET", path))["verdict"] for path in paths}
         except _NO_ANSWER:
             return None
+        return next((one for one in ("failed", "unverified") if one in found), "passed")
 
     async def startup_progress(self, address: str) -> str | None:
         """Return the startup progress of a pod. ``address`` is "host:port" of its health port."""

@@ -48,7 +48,13 @@ def accepted_status(
             "selector": component_selectors(cache)["gateway"],
         },
         "engines": [
-            {"name": one.name, "replicas": state.wanted, "readyReplicas": state.ready}
+            {
+                "name": one.name,
+                "model": cache.spec.model_of(one).served_name,
+                "role": one.role,
+                "replicas": state.wanted,
+                "readyReplicas": state.ready,
+            }
             for one in cache.spec.engines
             if (state := workloads.get(object_name(cache, f"engine-{one.name}"))) is not None
         ],

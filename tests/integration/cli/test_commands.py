@@ -343,8 +343,10 @@ def test_ask_passes_on_how_to_reuse(gateway: FakeGateway) -> None:
 
 
 def test_ask_passes_on_how_to_write(gateway: FakeGateway) -> None:
-    assert ragcache("ask", "Where?", "--temperature", 0.7, "--max-tokens", 5).exit_code == 0
-    assert (gateway.asked[0]["temperature"], gateway.asked[0]["max_tokens"]) == (0.7, 5)
+    given = ("--temperature", 0.7, "--max-tokens", 5, "--model", "large")
+    assert ragcache("ask", "Where?", *given).exit_code == 0
+    asked = gateway.asked[0]
+    assert (asked["temperature"], asked["max_tokens"], asked["model"]) == (0.7, 5, "large")
 
 
 def test_models_are_listed_and_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("quality",): (),
     ("sync",): ("--patience", "0"),
     ("top",): ("--once",),
+    ("usage",): (),
     ("backup",): ("copy.ragcache",),
     ("restore",): ("copy.ragcache", "--yes"),
     ("collection", "list"): (),

@@ -14,8 +14,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ragcache_cli.main import app
+from ragcache_wire.settings.gateway import EngineAddress, ModelSettings
 from tests.kit.documentation import Command, RunBy, all_commands, run_by, write_reader_folder
-from tests.kit.gateway import World, world
+from tests.kit.gateway import FakeEngine, World, serving, world
 
 _ADDRESS: Final = re.compile(r"\b(?:localhost|127\.0\.0\.1|[a-z]+-gateway):80[89]0\b")
 _REQUEST: Final = re.compile(r"chatcmpl-(\.\.\.|ID|1)")
@@ -42,7 +43,15 @@ async def platform(
 ) -> AsyncGenerator[World, None]:
     write_reader_folder(tmp_path)
     monkeypatch.chdir(tmp_path)
-    async with world(tiny_model, model_name="smollm2") as running:
+    async with (
+        serving(FakeEngine()) as port,
+        world(
+            tiny_model,
+            model_name="smollm2",
+            other_models=(ModelSettings("tinyrag", str(tiny_model), "auto", 1024),),
+            engines=(EngineAddress("127.0.0.1", port, model=1),),
+        ) as running,
+    ):
         monkeypatch.setenv("RAGCACHE_GATEWAY", running.base_url)
         for name in ("handbook", "support"):
             assert (await ragcache("collection", "put", name)).exit_code == 0

@@ -309,6 +309,7 @@ def test_explain_lists_every_field_with_its_description(server: CrdServer) -> No
         "name",
         "replicas",
         "resources",
+        "role",
         "unsafeArgs",
     ):
         assert re.search(rf"{name} <[^>]*>", said), name

@@ -105,22 +105,38 @@ async def gateways() -> AsyncIterator[GatewayClient]:
 
 async def test_an_answer_with_citations_passes(gateway: Gateway, gateways: GatewayClient) -> None:
     gateway.collections = [{"name": "small", "documents": 1}, {"name": "large", "documents": 9}]
-    result = await gateways.self_test(GatewayAccess(gateway.url), "tinyrag")
+    result = await gateways.self_test(GatewayAccess(gateway.url), ["tinyrag"])
     assert result.passed, result.message
     method, path, body = gateway.requests[-1]
     assert (method, path, body["model"]) == ("POST", "/v1/chat/completions", "tinyrag")
     assert body["ragcache"]["collection"] == "large"
 
 
+async def test_each_model_is_asked_and_one_that_does_not_answer_is_named(
+    gateway: Gateway, gateways: GatewayClient
+) -> None:
+    models = ["small", "large"]
+    assert (await gateways.self_test(GatewayAccess(gateway.url), models)).passed
+    asked = [body["model"] for _, path, body in gateway.requests if path.endswith("completions")]
+    assert asked == models
+    gateway.status, gateway.answer = 503, {"error": {"message": "there is no engine"}}
+    result = await gateways.self_test(GatewayAccess(gateway.url), models)
+    assert not result.passed
+    assert result.message.startswith("model small: ")
+    assert await gateways.blend_verdict(GatewayAccess(gateway.url), models) == "failed"
+
+
 async def test_every_call_has_the_key_of_the_operator(
     gateway: Gateway, gateways: GatewayClient
 ) -> None:
-    assert (await gateways.self_test(GatewayAccess(gateway.url, "rck-1"), "tinyrag")).passed
+    assert (await gateways.self_test(GatewayAccess(gateway.url, "rck-1"), ["tinyrag"])).passed
     assert await gateways.store_usage(GatewayAccess(gateway.url, "rck-1")) is not None
-    assert await gateways.blend_verdict(GatewayAccess(gateway.url, "rck-1")) is not None
+    assert (
+        await gateways.blend_verdict(GatewayAccess(gateway.url, "rck-1"), ["tinyrag"]) is not None
+    )
     assert gateway.keys == {"Bearer rck-1"}
     gateway.keys.clear()
-    assert (await gateways.self_test(GatewayAccess(gateway.url), "tinyrag")).passed
+    assert (await gateways.self_test(GatewayAccess(gateway.url), ["tinyrag"])).passed
     assert gateway.keys == {None}
 
 
@@ -128,13 +144,13 @@ async def test_without_documents_it_adds_a_test_document(
     gateway: Gateway, gateways: GatewayClient
 ) -> None:
     gateway.collections = [{"name": "empty", "documents": 0}]
-    assert (await gateways.self_test(GatewayAccess(gateway.url), "m")).passed
+    assert (await gateways.self_test(GatewayAccess(gateway.url), ["m"])).passed
     calls = [(method, path) for method, path, _ in gateway.requests]
     assert ("PUT", f"/v1/collections/{SELF_TEST_COLLECTION}") in calls
     assert ("POST", "/v1/documents") in calls
     gateway.collections = [{"name": SELF_TEST_COLLECTION, "documents": 1}]
     gateway.requests.clear()
-    assert (await gateways.self_test(GatewayAccess(gateway.url), "m")).passed
+    assert (await gateways.self_test(GatewayAccess(gateway.url), ["m"])).passed
     assert [path for _, path, _ in gateway.requests] == ["/v1/collections", "/v1/chat/completions"]
 
 
@@ -153,14 +169,14 @@ async def test_other_answers_fail_with_a_reason(
     gateway: Gateway, gateways: GatewayClient, status: int, answer: Any, words: str
 ) -> None:
     gateway.status, gateway.answer = status, answer
-    result = await gateways.self_test(GatewayAccess(gateway.url), "m")
+    result = await gateways.self_test(GatewayAccess(gateway.url), ["m"])
     assert not result.passed
     assert words in result.message
 
 
 async def test_an_unreachable_gateway_fails(gateways: GatewayClient) -> None:
     for url in ("http://127.0.0.1:1", "http://no-such-host.invalid:80", "http://[::1"):
-        result = await gateways.self_test(GatewayAccess(url), "m")
+        result = await gateways.self_test(GatewayAccess(url), ["m"])
         assert not result.passed
         assert "does not answer" in result.message
 
@@ -184,7 +200,7 @@ async def test_a_shard_that_started_empty_is_reported_once(
     state, posted = ReconcileState(), list[ObjectEvent]()
     for _ in range(2):
         state.next_usage_s = 0.0
-        await reporter._refresh_usage(GatewayAccess(gateway.url), state, posted.append)
+        await reporter._refresh_usage(GatewayAccess(gateway.url), ["m"], state, posted.append)
     (event,) = posted  # the old one was reported before this operator started
     assert (event.kind, event.reason) == ("Warning", "CacheDataDamaged")
     assert "store-1:50051 has started empty" in event.message
@@ -192,7 +208,7 @@ async def test_a_shard_that_started_empty_is_reported_once(
     again = replace(RESET, at_ms=RESET.at_ms + 1000)
     gateway.cache["shards"] = [shard_state(again)]
     state.next_usage_s = 0.0
-    await reporter._refresh_usage(GatewayAccess(gateway.url), state, posted.append)
+    await reporter._refresh_usage(GatewayAccess(gateway.url), ["m"], state, posted.append)
     assert len(posted) == 2
 
 
@@ -206,8 +222,8 @@ async def test_an_endless_body_is_aborted(gateway: Gateway, gateways: GatewayCli
 
 
 async def test_the_verdict_on_blends_is_read(gateway: Gateway, gateways: GatewayClient) -> None:
-    assert await gateways.blend_verdict(GatewayAccess(gateway.url)) == "failed"
-    assert await gateways.blend_verdict(GatewayAccess("http://127.0.0.1:1")) is None
+    assert await gateways.blend_verdict(GatewayAccess(gateway.url), ["m"]) == "failed"
+    assert await gateways.blend_verdict(GatewayAccess("http://127.0.0.1:1"), ["m"]) is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ COMMANDS = re.findall(
     r"^(ragcache keys new .*?) >> keys\.toml$", GUIDE.replace("\\\n", ""), re.MULTILINE
 )
 FILTER = '{"must": [{"key": "public", "match": {"value": true}}]}'
-[EXAMPLE] = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)
+EXAMPLE, QUOTAS = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)
 
 
 def made_by(command: str) -> tuple[str, str]:
@@ -64,6 +64,25 @@ def test_the_example_of_the_guide_is_a_key_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(EXAMPLE)
     assert ApiKeys(path, KeyTable({})).tenants() == frozenset()
+
+
+def test_the_example_of_quotas_is_a_key_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(QUOTAS)
+    assert ApiKeys(path, KeyTable({})).weights() == {"team-a": 2.0}
+
+
+def test_limits_become_the_quota_of_the_entry() -> None:
+    command = "ragcache keys new --name a --limit requests_per_day=5 --limit tokens_per_month=7"
+    [made] = tomllib.loads(made_by(command)[0])["keys"]
+    assert made["quota"] == {"requests_per_day": 5, "tokens_per_month": 7}
+
+
+@pytest.mark.parametrize("limit", ["requests_per_day", "requests_per_day=-1", "x=1"])
+def test_a_wrong_limit_is_refused(limit: str) -> None:
+    result = CliRunner().invoke(app, ["keys", "new", "--name", "a", "--limit", limit])
+    assert result.exit_code == 2
+    assert "--limit" in result.stderr
 
 
 def test_each_key_is_new() -> None:

@@ -292,6 +292,13 @@ def test_an_explanation_shows_outcome_and_reason_of_each_part() -> None:
                 "kind": "compute",
                 "predicted_ms": {"total": 30.0},
             },
+            "position": {
+                "band": 0,
+                "cached_share": 0.75,
+                "delay_ms": 2500,
+                "window_ms": 10_000,
+                "tenant_delay_ms": 0,
+            },
         },
     }
     out = io.StringIO()
@@ -302,8 +309,9 @@ def test_an_explanation_shows_outcome_and_reason_of_each_part() -> None:
     assert lines[4].split()[1:5] == ["10", "computed", "10", "evicted"]
     assert lines[4].split()[5:] == ["load:", "stored", "store:127.0.0.1:7"]
     assert lines[5].split()[1:] == ["10", "computed", "10"]
-    assert lines[6:9] == [
+    assert lines[6:10] == [
         "queue 2.0 ms, then 10.0 ms (load 1.0, select 0.0, passes 9.0)",
         "planned 12.0 ms on 127.0.0.1:1",
+        "queued in band 0, 75% cached: 2,500 of 10,000 ms after its arrival",
         "next best: 30.0 ms, compute on 127.0.0.1:2",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,12 @@ class FakeGateway:
             "max_recompute_share": 0.2,
         }
         self.blended_tokens = blended_tokens
+        self.model: str | None = None
         self.captured: list[dict[str, Any]] = []
         self.asked: list[dict[str, Any]] = []
 
-    async def quality(self) -> dict[str, Any]:
+    async def quality(self, model: str | None = None) -> dict[str, Any]:
+        assert model == self.model
         return self.state
 
     async def documents(self, collection: str) -> AsyncGenerator[CollectionDocument, None]:
@@ -111,11 +114,20 @@ class FakeGateway:
 OPTIONS = Measurement("default", "0.05,0.1", max_tokens=32)
 
 
-async def measured(gateway: Any, count: int = MIN_QUESTIONS) -> tuple[Any, list[tuple[int, int]]]:
+async def measured(
+    gateway: Any, count: int = MIN_QUESTIONS, options: Measurement = OPTIONS
+) -> tuple[Any, list[tuple[int, int]]]:
     told: list[tuple[int, int]] = []
     questions = [f"Question {number}?" for number in range(count)]
-    report = await measure(gateway, questions, OPTIONS, lambda *now: told.append(now))
+    report = await measure(gateway, questions, options, lambda *now: told.append(now))
     return report, told
+
+
+async def test_another_model_is_measured_by_its_name() -> None:
+    gateway = FakeGateway()
+    gateway.model = "large"
+    await measured(gateway, options=replace(OPTIONS, model="large"))
+    assert {body["model"] for body in (*gateway.asked, *gateway.captured)} == {"large"}
 
 
 async def test_every_question_is_answered_in_full_and_with_each_share() -> None:

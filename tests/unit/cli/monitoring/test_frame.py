@@ -18,8 +18,13 @@ from ragcache_wire.telemetry.catalogue import gateway, retriever
 from ragcache_wire.telemetry.metric_registry import MetricRegistry
 
 READY: dict[str, Any] = {"ready": True, "problem": None}
-ENGINE = {**READY, "address": "10.0.0.1:8000", "in_flight": 3}
-LOST = {"ready": False, "problem": "connection refused " * 9, "address": "b:1", "in_flight": 0}
+QUEUE = {"queue_s": 1.5, "waiting": 2, "decoding": 4, "free_tokens": 4096}
+ENGINE = {**READY, "address": "10.0.0.1:8000", "model": "m", "in_flight": 3, **QUEUE}
+LOST = {
+    **{"ready": False, "problem": "connection refused " * 9, "address": "b:1", "model": "n"},
+    "in_flight": 0,
+    **dict.fromkeys(QUEUE, 0),
+}
 STATUS = {
     "status": "answering",
     "parts": {"retriever": READY, "engine": {**READY, "endpoints": [ENGINE, LOST]}},
@@ -79,7 +84,8 @@ def test_a_frame_is_of_the_time_between_its_samples() -> None:
     recorded.tokens.labels("loaded").inc(400)
     recorded.tokens.labels("local").inc(40)
     recorded.chunks.inc(20)
-    recorded.waiting.set(4)
+    for model, waiting in (("m", 3), ("n", 1)):
+        recorded.waiting.labels(model).set(waiting)
     frame = make_frame(before, recorded.sample(12.0, CACHE | {"hits": 13, "misses": 11}))
     assert json.loads(json.dumps(frame)) == frame
     assert (frame["requests"]["per_s"], frame["requests"]["failed_per_s"]) == (4.0, 1.0)
@@ -93,11 +99,12 @@ def test_a_frame_is_of_the_time_between_its_samples() -> None:
     assert [engine["in_flight"] for engine in frame["engines"]] == [3, 0]
     assert frame["retriever"] == READY
     ingest = frame["ingest"]
+    assert ingest["precompute_waiting_chunks"] == 4, "those of all models"
     assert (ingest["chunks_per_s"], ingest["chunks"], ingest["remake_documents"]) == (10.0, 80, 8)
     lines = drawn(frame)
     assert all(len(line) <= 80 for line in lines)
     text = "\n".join(lines)
-    for part in ("4.0/s, 1.0/s failed", "75% now", "2 of 8 documents", "from b:1"):
+    for part in ("4.0/s, 1.0/s failed", "75% now", "2 of 8 documents", "from b:1", "b:1: n,"):
         assert part in text
 
 

@@ -28,7 +28,6 @@ from tests.kit.operator import (
     UID,
     Object,
     build,
-    container_of,
     env_of,
     make_cache,
     pod_of,
@@ -85,12 +84,9 @@ def test_a_secret_of_the_team_replaces_the_generated_one() -> None:
 
 def test_only_an_explicit_false_opens_the_gateway() -> None:
     for spec, has_keys in (({}, True), ({"auth": {}}, True), (OWN, True), (OFF, False)):
-        # Without speculation, only keys give questions priorities.
-        children = build(gateway={**spec, "speculation": "off"})
+        children = build(gateway=spec)
         assert ("RAGCACHE_API_KEYS_FILE" in env_of(children, "gateway")) == has_keys
         assert (key_volume(children) is not None) == has_keys
-        arguments = container_of(children, "engine-main")["args"]
-        assert ("--scheduling-policy" in arguments) == has_keys
 
 
 @given(first=st.text(max_size=40), second=st.text(max_size=40))

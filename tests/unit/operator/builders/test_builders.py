@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -36,6 +38,7 @@ from tests.kit.operator import (
     make_cache,
     of,
     pod_of,
+    secrets_of,
     specs,
     workloads_of,
 )
@@ -242,6 +245,41 @@ def test_no_engine_is_built_if_each_one_has_a_url() -> None:
     children = build(engines=[{"name": "theirs", "url": "http://vllm.models.svc:8000"}])
     assert not [one for one in workloads_of(children) if "engine" in one["metadata"]["name"]]
     assert env_of(children, "gateway")["RAGCACHE_ENGINES"] == "http://vllm.models.svc:8000"
+
+
+def test_each_group_of_engines_serves_its_model_and_the_gateway_reads_all() -> None:
+    hub = {"name": "hub"}
+    children = build(
+        model={"source": "hf:org/one-1B", "tokenSecret": hub, "weights": "2Gi"},
+        engines=[
+            {"name": "a"},
+            {"name": "b", "model": {"source": "pvc:models/two", "name": "two", "maxLength": 512}},
+            {"name": "c", "model": {"source": "image:registry/three:1", "name": "three"}},
+            {"name": "d", "model": {"source": "pvc:models/two", "name": "two", "maxLength": 512}},
+        ],
+    )
+    gateway = env_of(children, "gateway")
+    others = json.loads(gateway["RAGCACHE_OTHER_MODELS"])
+    assert [(one["name"], one["source"], one["max_length"]) for one in others] == [
+        ("two", "/model-1/two", 512),
+        ("three", "/model-2", 4096),
+    ]
+    numbers = [one.partition(";model=")[2] for one in gateway["RAGCACHE_ENGINES"].split(",")]
+    assert numbers == ["", "1", "2", "1"]
+    mounts = container_of(children, "gateway")["volumeMounts"]
+    assert {"/model-1", "/model-2"} <= {mount["mountPath"] for mount in mounts}
+    names = {}
+    for group in "abcd":
+        words = container_of(children, f"engine-{group}")["args"]
+        named = dict(itertools.pairwise(words))
+        names[group] = (named["--model"], named["--served-model-name"], named["--max-model-len"])
+    assert names == {
+        "a": ("org/one-1B", "org/one-1B", "4096"),
+        "b": ("/model/two", "two", "512"),
+        "c": ("/model", "three", "4096"),
+        "d": ("/model/two", "two", "512"),
+    }
+    assert ("HF_TOKEN", "hub", "token") in secrets_of(container_of(children, "gateway"))
 
 
 def scaled() -> list[Object]:

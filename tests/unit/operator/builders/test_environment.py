@@ -25,7 +25,11 @@ from tests.kit.operator import build, container_of, make_cache
 
 EVERYTHING: dict[str, Any] = {
     "model": {"name": "m"},
-    "gateway": {"allowedOrigins": ["*"], "maxDisplacement": 3},
+    "gateway": {
+        "allowedOrigins": ["*"],
+        "maxDisplacement": 3,
+        "slo": {"firstTokenMilliseconds": 2000, "nextTokenMilliseconds": 100},
+    },
     "retriever": {
         "embedder": {"source": "http://host/v1", "model": "e", "keySecret": {"name": "keys"}},
         "index": {"recall": 0.95},

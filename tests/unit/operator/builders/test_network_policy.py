@@ -246,6 +246,7 @@ def embedder(url: str) -> Object:
     ("url", "reached", "missed"),
     [
         ("http://203.0.113.7:80", (WORLD, 80), (WORLD, 443)),
+        ("https://203.0.113.7", (WORLD, 443), (WORLD, 80)),
         ("http://vllm.elsewhere.svc:8000", (STRANGER, 22), (NEIGHBOUR, 22)),
     ],
 )
@@ -390,9 +391,10 @@ def test_the_rule_of_the_prometheus_adapter_has_the_metric_of_autoscalers() -> N
     [autoscaler] = kinds_of(build(engines=[bounds]), "HorizontalPodAutoscaler")
     [metric] = autoscaler["spec"]["metrics"]
     assert rule["name"]["as"] == metric["pods"]["metric"]["name"]
-    [trigger] = yaml.safe_load(KEDA.read_text())["spec"]["triggers"]
+    waiting, pending = yaml.safe_load(KEDA.read_text())["spec"]["triggers"]
     series = rule["seriesQuery"].partition("{")[0]
-    assert series in trigger["metadata"]["query"]
+    assert series in waiting["metadata"]["query"]
+    assert "ragcache_engine_pending_seconds{" in pending["metadata"]["query"]
     assert rule["resources"]["overrides"] == {
         "namespace": {"resource": "namespace"},
         "pod": {"resource": "pod"},

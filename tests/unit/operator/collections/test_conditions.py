@@ -79,13 +79,13 @@ def test_a_partial_failure_leaves_the_rest_ready() -> None:
 
 
 def test_warnings_are_shown_and_stay_until_a_sync_ends() -> None:
-    warned = replace(WELL, warnings=("a.pdf: page 2 was not read",), warning_count=3)
+    warned = replace(WELL, warnings=("a.pdf: page 2 was not read",), warning_count=3, skipped=4)
     made = status(warned)
     assert (made["phase"], made["warningCount"]) == ("Ready", 3)
     assert made["warnings"] == ["a.pdf: page 2 was not read"]
     condition = find(made["conditions"], "Synced")
     assert condition is not None
-    assert "3 documents with warnings" in condition["message"]
+    assert "3 documents with warnings, 4 files skipped" in condition["message"]
     failed = status(Outcome("failed", "OOMKilled: Killed"), made)
     assert (failed["warnings"], failed["warningCount"]) == (made["warnings"], 3)
     assert status(WELL, failed)["warnings"] == []

@@ -259,7 +259,7 @@ def pod(exit_code: int, message: str, reason: str = "Error") -> Object:
 
 
 def result(**fields: Any) -> str:
-    whole = {"documents": 2, "chunks": 4, "written": 1, "unchanged": 1, "deleted": 0}
+    whole = {"documents": 2, "chunks": 4, "written": 1, "unchanged": 1, "deleted": 0, "skipped": 0}
     rest = {"finished": True, "revision": "1234", "failures": [], "failureCount": 0}
     warned = {"warnings": [], "warningCount": 0}
     return json.dumps({**whole, **rest, **warned, **fields})
@@ -278,6 +278,7 @@ def test_the_outcome_is_read_from_the_result() -> None:
     warned = outcome_of({}, [pod(0, result(warnings=[warning], warningCount=3))])
     assert (warned.verdict, warned.warning_count) == ("complete", 3)
     assert warned.warnings == ("configMap faq: b.pdf: page 2 was not read",)
+    assert outcome_of({}, [pod(0, result(skipped=4))]).skipped == 4
     assert Outcome.from_json(warned.to_json()) == warned
     lost = {**FAILURE, "source": "", "document": ""}
     unfinished = result(finished=False, failures=[lost], failureCount=1)

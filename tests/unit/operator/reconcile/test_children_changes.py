@@ -73,17 +73,20 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "gateway.resources.memoryLimit": ("2Gi", GATEWAY, ""),
     "gateway.order": ("cached", GATEWAY, ""),
     "gateway.maxDisplacement": (3, GATEWAY, ""),
+    "gateway.reordering.windowMilliseconds": (500, GATEWAY, ""),
     "gateway.layout": ("documents-first", GATEWAY, ""),
     "gateway.rewrite": ("model", GATEWAY, ""),
     "gateway.speculation": ("auto", GATEWAY, ""),
     "gateway.console": ("off", GATEWAY, ""),
+    "gateway.slo.firstTokenMilliseconds": (900, GATEWAY, ""),
+    "gateway.slo.nextTokenMilliseconds": (90, GATEWAY, ""),
     "gateway.limits.questions": (9, "", LIMITS),
     "gateway.limits.documentRequests": (9, "", LIMITS),
     "gateway.limits.firstTokenTimeoutSeconds": (9, "", LIMITS),
     "gateway.limits.nextTokenTimeoutSeconds": (9, "", LIMITS),
     "gateway.limits.connections": (99, "", LIMITS),
     "gateway.adminPort": (81, "", "Service/gateway"),
-    "gateway.auth.enabled": (False, f"{ENGINE} {GATEWAY}", ""),
+    "gateway.auth.enabled": (False, GATEWAY, ""),
     "gateway.auth.secretRef.name": ("own", GATEWAY, ""),
     "gateway.auth.secretRef.key": ("own", GATEWAY, ""),
     "gateway.allowedHosts": (["b.example.com"], GATEWAY, ""),
@@ -123,6 +126,17 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "retriever.resources.memoryLimit": ("2Gi", RETRIEVER, ""),
     "engines.name": ("other", GATEWAY, ENGINE_OBJECTS),
     "engines.url": ("http://two.ml.svc:8000", GATEWAY, "NetworkPolicy/gateway"),
+    "engines.role": ("decode", GATEWAY, ""),
+    "engines.keySecret.name": ("two", GATEWAY, ""),
+    "engines.keySecret.key": ("two", GATEWAY, ""),
+    "engines.servedName": ("two", GATEWAY, ""),
+    "engines.model.source": ("hf:e/g", f"{ENGINE} {GATEWAY}", ""),
+    "engines.model.tokenSecret.name": ("two", f"{ENGINE} {GATEWAY}", ""),
+    "engines.model.tokenSecret.key": ("two", f"{ENGINE} {GATEWAY}", ""),
+    "engines.model.name": ("two", f"{ENGINE} {GATEWAY}", ""),
+    "engines.model.maxLength": (512, f"{ENGINE} {GATEWAY}", ""),
+    "engines.model.dtype": ("float32", f"{ENGINE} {GATEWAY}", ""),
+    "engines.model.weights": ("5Gi", ENGINE, ""),
     "engines.replicas": (2, "", f"{ENGINE} {ENGINE_SCALER}"),
     "engines.kvMemory": ("1Gi", ENGINE, ""),
     "engines.hostTier": ("1Gi", ENGINE, ""),
@@ -236,8 +250,15 @@ def base_of(path: str) -> Object:
         spec["trustedCA"] = {"configMap": "one"}
     if path == "proxy.noProxy":
         spec["proxy"] = {"https": "http://one.example.com:3128"}
-    if path == "engines.url":
-        spec["engines"] = [{"name": "main", "url": "http://one.obs.svc:8000"}]
+    if path == "engines.role":
+        spec["engines"].append({"name": "more"})
+    if path.startswith(("engines.url", "engines.keySecret", "engines.servedName")):
+        url = "http://one.obs.svc:8000"
+        spec["engines"] = [{"name": "main", "url": url, "keySecret": {"name": "one"}}]
+    if path.startswith("engines.model"):
+        model = {"source": "hf:e/f", "name": "one", "tokenSecret": {"name": "one"}}
+        spec["model"] = {"source": "hf:a/b"}
+        spec["engines"] = [{"name": "main", "model": model}, {"name": "other"}]
     if path.startswith("gateway.auth.secretRef"):
         spec["gateway"]["auth"] = {"secretRef": {"name": "one"}}
     if path.startswith(("retriever.backend", "retriever.replicas")):

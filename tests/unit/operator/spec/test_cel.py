@@ -374,7 +374,7 @@ def samples(schema: Schema) -> list[Any]:
             optional = [
                 {name: value}
                 for name, field in fields.items()
-                if name not in required and (field["type"] == "object" or "enum" in field)
+                if name not in required and (field.get("type") == "object" or "enum" in field)
                 for value in (field["enum"] if "enum" in field else samples(field)[:1])
             ]
             return [with_defaults(required | one, schema) for one in ({}, *optional)]

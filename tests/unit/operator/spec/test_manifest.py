@@ -114,14 +114,16 @@ def test_text_that_is_not_a_duration(text: str) -> None:
 BAD_SPECS = {
     "spec.model.max_length: unknown field; did you mean maxLength?": {"model": {"max_length": 9}},
     "spec.cachestore: unknown field; did you mean cacheStore?": {"cachestore": {}},
+    "spec.podTemplate.topologySpreadConstraints[0].maxskew: unknown field; did you mean maxSkew?": {
+        "podTemplate": {"topologySpreadConstraints": [{"topologyKey": "zone", "maxskew": 2}]}
+    },
     "spec.engines[0].kvmemory: unknown field; did you mean kvMemory?": {
         "engines": [{"kvmemory": "1Gi"}]
     },
     "spec.gateway.zebra: unknown field; the fields here are port, adminPort, auth, replicas, "
-    "autoscaling, resources, limits, order, maxDisplacement, layout, speculation, rewrite, "
-    "console, allowedHosts, allowedOrigins, ingress, httpRoute, service, podTemplate": {
-        "gateway": {"zebra": True}
-    },
+    "autoscaling, resources, limits, slo, order, maxDisplacement, reordering, layout, "
+    "speculation, rewrite, console, allowedHosts, allowedOrigins, ingress, httpRoute, service, "
+    "podTemplate": {"gateway": {"zebra": True}},
     "spec.gateway.autoscaling.maxReplica: unknown field; did you mean maxReplicas?": {
         "gateway": {"autoscaling": {"maxReplicas": 2, "maxReplica": 2}}
     },
