@@ -18,13 +18,19 @@ of them from which a measured request has a prefix, and the latest ones; ``blend
 
 Ratios are plain over the contestant, so more than 1 is faster. Intervals are 95 %, by bootstrap
 over requests, paired. ``X_slower_share`` is the share of requests more than 5 % slower than plain
-vLLM, less the share by which the two plain engines differ from each other. The cap is the ratio
-that token counts alone allow (``bench/support/sequences/figures.py``).
+vLLM, minus the same share between the two plain engines. A full run has the requests to resolve
+0.03 of it. The cap is the ratio that token counts alone allow
+(``bench/support/sequences/figures.py``).
+
+A full run takes hours. With ``--results FILE`` it can be interrupted: the same command goes on
+where it ended. Before that it fills the caches with the requests so far, as before the first one.
+``--minutes`` ends a run in time, and prints the figures of what has been measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
@@ -64,6 +70,7 @@ from bench.support.sequences.requests import (
     load_recorded,
     topics,
 )
+from bench.support.sequences.results import Results
 from ragcache_cli.models.cache import fetch_model
 from ragcache_kv.model.folder import load_model_folder
 
@@ -74,6 +81,10 @@ LEAST_WARM_UP = 6
 
 GAP_S, WARM_UP_GAP_S = 0.2, 0.05
 """Between an answer and the next request."""
+
+REQUESTS = 1000
+"""Measured requests of a full run. They resolve an ``X_slower_share`` to 0.03 to either side if its
+standard deviation is 0.48 per request or less. Its interval shows what a run has resolved."""
 
 MAX_PROMPT_TOKENS = 7600
 SEED = 1
@@ -91,11 +102,16 @@ class Replayed:
     def measured(self) -> range:
         return range(self.warm_up, len(self.requests))
 
-    def warm_up_of(self, contestant: str) -> list[SequenceRequest]:
-        indices: Sequence[int] = range(self.warm_up)
+    def warm_up_of(self, contestant: str, first: int) -> list[SequenceRequest]:
+        """Return what fills a contestant's caches before a measured request.
+
+        Args:
+            first: Index of that request.
+        """
+        indices: Sequence[int] = range(first)
         if contestant in PREFIX_ONLY:
             latest = set(indices[-LEAST_WARM_UP:])
-            indices = sorted(latest.union(useful_warm_up(self.requests, self.warm_up)))
+            indices = sorted(latest.union(useful_warm_up(self.requests, first)))
         return [self.requests[index] for index in indices]
 
 
@@ -119,17 +135,25 @@ def load_sequence(arguments: argparse.Namespace, model: Path, vocabulary: Vocabu
 
 
 class Replay:
-    """The contestants and what is known of the run so far."""
+    """The contestants and the results so far.
+
+    Args:
+        ends_at: When to begin no further turn, in seconds of a monotonic clock.
+    """
 
     def __init__(
         self,
         arguments: argparse.Namespace,
         sequence: Replayed,
         contestants: Mapping[str, SequenceContestant],
+        results: Results,
+        ends_at: float,
     ) -> None:
         self._arguments = arguments
         self._sequence = sequence
         self._contestants = contestants
+        self._results = results
+        self._ends_at = ends_at
         self._warm_bytes: dict[str, dict[str, int]] = {}
         self._ahead_s: dict[str, float] = {}
 
@@ -140,34 +164,39 @@ class Replay:
         for name, contestant in self._contestants.items():
             if name in AHEAD:
                 self._ahead_s[name] = contestant.compute_ahead(self._sequence.ahead)
-            requests = self._sequence.warm_up_of(name)
+            first = self._results.first_missing(name, self._sequence.measured)
+            requests = self._sequence.warm_up_of(name, first)
             contestant.replay(requests, WARM_UP_GAP_S)
-            contestant.cpu_s = 0.0
             self._warm_bytes[name] = contestant.store_bytes()
             say(f"{name}: {len(requests)} requests to warm up")
 
     def measure(self) -> dict[str, object]:
-        """Ask the measured requests in turns, and return the figures."""
+        """Ask the measured requests in turns, and return the figures of those measured so far."""
         blocks = turns(tuple(self._contestants), self._sequence.measured, self._arguments.block)
         for number, block in enumerate(blocks):
+            if time.monotonic() >= self._ends_at:
+                say(f"out of time before block {number}")
+                break
             for turn in block:
+                if self._results.has(turn.contestant, turn.requests):
+                    continue
                 contestant = self._contestants[turn.contestant]
                 requests = [self._sequence.requests[index] for index in turn.requests]
                 found = contestant.replay(requests, GAP_S)
-                contestant.measured.update(zip(turn.requests, found, strict=True))
+                self._results.add(turn.contestant, turn.requests, found)
                 mean_s = statistics.fmean(one.ttft_s for one in found)
                 say(f"block {number}, {turn.contestant}: mean {mean_s * 1e3:.0f} ms")
         return self._figures()
 
     def _figures(self) -> dict[str, object]:
         sequence = self._sequence
-        measured = {
-            name: [contestant.measured[index] for index in sequence.measured]
-            for name, contestant in self._contestants.items()
-        }
-        count = len(sequence.measured)
+        measured = self._results.common(tuple(self._contestants))
+        count = len(measured[PLAIN])
+        if not count:
+            raise SystemExit("--minutes: no block of requests was measured in this time")
+        asked = sequence.requests[: sequence.warm_up + count]
         computed, with_ahead = (
-            computed_tokens(sequence.requests, sequence.warm_up, RECOMPUTE_SHARE, ahead)
+            computed_tokens(asked, sequence.warm_up, RECOMPUTE_SHARE, ahead)
             for ahead in ((), sequence.ahead)
         )
         caps = computed.caps() | with_ahead.caps("_ahead")
@@ -175,8 +204,7 @@ class Replay:
             **compare(measured, PLAIN, PLAIN_AGAIN, caps),
             "caps": {name: round(cap, 3) for name, cap in caps.items()},
             "contestants": {
-                name: contestant_figures(found, self._contestants[name].cpu_s)
-                | {"store_bytes": self._store_bytes(name)}
+                name: contestant_figures(found) | {"store_bytes": self._store_bytes(name)}
                 for name, found in measured.items()
             },
             "computed_ahead_s": {name: round(s, 1) for name, s in self._ahead_s.items()},
@@ -184,11 +212,11 @@ class Replay:
             "requests": count,
             "warm_up_requests": sequence.warm_up,
             "prompt_tokens_mean": round(computed.prompt / count),
-            "settings": {key: one for key, one in vars(self._arguments).items() if key != "data"},
+            "settings": settings_of(self._arguments),
         }
 
     def _store_bytes(self, contestant: str) -> dict[str, int]:
-        """Return bytes in a contestant's store, and bytes moved since the warm-up."""
+        """Return bytes in a contestant's store, and bytes moved since this run's warm-up."""
         warm = self._warm_bytes[contestant]
         found = self._contestants[contestant].store_bytes()
         return {
@@ -197,8 +225,15 @@ class Replay:
         }
 
 
+def settings_of(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the options that the requests and their times depend on."""
+    others = ("data", "results", "minutes")
+    return {name: value for name, value in vars(arguments).items() if name not in others}
+
+
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     started = time.monotonic()
+    results = Results(arguments.results, settings_of(arguments))
     model = fetch_model("smollm2")
     loaded = load_model_folder(str(model))
     vocabulary = Vocabulary(int(loaded.config["vocab_size"]), SEED)
@@ -213,7 +248,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     with running_contestants(folder, arguments.contestants, setup) as (contestants, skipped):
         started_s = time.monotonic() - started
         say(f"all engines are up after {started_s:.0f} s; skipped: {skipped}")
-        replay = Replay(arguments, sequence, contestants)
+        ends_at = started + 60 * arguments.minutes
+        replay = Replay(arguments, sequence, contestants, results, ends_at)
         replay.warm_up()
         figures = replay.measure()
     return figures | {
@@ -231,7 +267,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--scale", type=float, default=1.0, help="factor of RAGPulse's lengths")
     option("--first", type=int, default=0, help="first request of the data; 500 in RAGPulse")
     option("--warm-up", type=int, default=100, help="requests before the measured ones")
-    option("--requests", type=int, default=100, help="measured requests")
+    option("--requests", type=int, default=REQUESTS, help="measured requests")
+    option("--results", type=Path, help="file of measured requests; a run goes on where it ended")
+    option("--minutes", type=float, default=math.inf, help="begin no turn later than this")
     option("--contestants", nargs="+", choices=ALL, default=[PLAIN, PLAIN_AGAIN, EXACT, BLEND])
     arguments = parser.parse_args(argv)
     if PLAIN not in arguments.contestants:

@@ -422,7 +422,7 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with (
         running_cachestore(folder / "store") as store,
         running_engine(
-            *(folder / "engine", model, store.address, "--scheduling-policy", "priority"),
+            *(folder / "engine", model, store.address),
             number_type=fast_number_type(),
         ) as engine,
     ):

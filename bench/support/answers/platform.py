@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ class ModelAnswer:
 class Platform:
     """A running platform. Its questions have one answer at temperature 0."""
 
-    def __init__(self, url: str) -> None:
-        self._client = httpx.Client(base_url=f"{url}/v1", timeout=_TIMEOUT_S)
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+        self._client = httpx.Client(base_url=f"{url}/v1", timeout=_TIMEOUT_S, headers=headers)
 
     def close(self) -> None:
         """Close the connections."""

@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from typing import cast
+from typing import Protocol, cast
 
 import httptools
 import uvloop
@@ -26,11 +26,18 @@ STAMP_DIGITS = 16
 
 _MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens": ?(\d+)')
 _STREAMS = re.compile(rb'"stream": ?true')
-_HEAD = (
+HEAD = (
     b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
 )
 _DEFAULT_TOKENS = 16
+
+
+class Streams(Protocol):
+    """Has the streams of an engine that get further tokens."""
+
+    def remove(self, stream: EngineConnection) -> None:
+        """Forget a stream that has ended. It may not be known."""
 
 
 class TokenClock:
@@ -64,8 +71,10 @@ class TokenClock:
 
 
 class EngineConnection(asyncio.Protocol):
-    def __init__(self, clock: TokenClock) -> None:
-        self._clock = clock
+    """A connection that writes vLLM's events. A subclass answers the requests."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._body: list[bytes] = []
@@ -81,7 +90,7 @@ class EngineConnection(asyncio.Protocol):
         self._write = self._transport.write
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._clock.remove(self)
+        self._streams.remove(self)
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
@@ -92,41 +101,13 @@ class EngineConnection(asyncio.Protocol):
     def on_body(self, part: bytes) -> None:
         self._body.append(part)
 
-    def on_message_complete(self) -> None:
-        body = b"".join(self._body)
-        self._body.clear()
-        if self._path == b"/rate":
-            self._clock.tick_s = 1 / float(body)
-        if self._path == b"/first":
-            self._clock.first_token_s = float(body)
-        if self._path in {b"/rate", b"/first", b"/health"}:
-            self._write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-            return
-        found = _MAX_TOKENS.search(body)
-        self._left = self._num_tokens = int(found[1]) if found else _DEFAULT_TOKENS
-        is_chat = self._path == b"/v1/chat/completions"
-        self._begin_events(is_chat)
-        if not _STREAMS.search(body):
-            self._loop.call_later(self._num_tokens * self._clock.tick_s, self._write_whole, is_chat)
-            return
-        self._write(_HEAD)
-        if self._clock.first_token_s:
-            self._loop.call_later(self._clock.first_token_s, self._write_first, is_chat)
-        else:
-            self._write_first(is_chat)
-
-    def _write_first(self, is_chat: bool) -> None:
-        """Write the first token of a stream, and get more at the ticks."""
-        if self._transport.is_closing():
-            return
+    def _write_role(self, is_chat: bool) -> None:
+        """Write what a chat's stream has before its first token."""
         if is_chat:
             delta = (
                 b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
             )
             self._event(b'"choices":[{"index":0,%b}]' % delta)
-        self.write_token()
-        if self._left:
-            self._clock.add(self)
 
     def _write_whole(self, is_chat: bool) -> None:
         text = b"word " * self._num_tokens
@@ -147,7 +128,7 @@ class EngineConnection(asyncio.Protocol):
         stamp = b"%016d" % time.monotonic_ns()
         self._chunk(self._before + stamp + (self._after if self._left else self._after_last))
         if self._left <= 0:
-            self._clock.remove(self)
+            self._streams.remove(self)
             self._event(b'"choices":[],"usage":{%b}' % self._usage())
             self._chunk(b"data: [DONE]\n\n", end=b"0\r\n\r\n")
 
@@ -172,12 +153,52 @@ class EngineConnection(asyncio.Protocol):
         self._write(b"%x\r\n%b\r\n%b" % (len(event), event, end))
 
 
+class ClockedConnection(EngineConnection):
+    """A connection whose streams get their tokens from a clock."""
+
+    def __init__(self, clock: TokenClock) -> None:
+        super().__init__(clock)
+        self._clock = clock
+
+    def on_message_complete(self) -> None:
+        body = b"".join(self._body)
+        self._body.clear()
+        if self._path == b"/rate":
+            self._clock.tick_s = 1 / float(body)
+        if self._path == b"/first":
+            self._clock.first_token_s = float(body)
+        if self._path in {b"/rate", b"/first", b"/health"}:
+            self._write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            return
+        found = _MAX_TOKENS.search(body)
+        self._left = self._num_tokens = int(found[1]) if found else _DEFAULT_TOKENS
+        is_chat = self._path == b"/v1/chat/completions"
+        self._begin_events(is_chat)
+        if not _STREAMS.search(body):
+            self._loop.call_later(self._num_tokens * self._clock.tick_s, self._write_whole, is_chat)
+            return
+        self._write(HEAD)
+        if self._clock.first_token_s:
+            self._loop.call_later(self._clock.first_token_s, self._write_first, is_chat)
+        else:
+            self._write_first(is_chat)
+
+    def _write_first(self, is_chat: bool) -> None:
+        """Write the first token of a stream, and get more at the ticks."""
+        if self._transport.is_closing():
+            return
+        self._write_role(is_chat)
+        self.write_token()
+        if self._left:
+            self._clock.add(self)
+
+
 async def serve(port: int) -> None:
     """Serve until the process is stopped."""
     loop = asyncio.get_running_loop()
     clock = TokenClock(loop)
     server = await loop.create_server(
-        lambda: EngineConnection(clock), "127.0.0.1", port, backlog=4096
+        lambda: ClockedConnection(clock), "127.0.0.1", port, backlog=4096
     )
     clock.start()
     await server.serve_forever()

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, cast
 
 import httpx
@@ -137,13 +138,16 @@ def chat_request(port: int, **fields: Any) -> bytes:
     return http_request(port, "/v1/chat/completions", body)
 
 
-def http_request(port: int, path: str, body: Mapping[str, Any]) -> bytes:
+def http_request(
+    port: int, path: str, body: Mapping[str, Any], headers: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
     content = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nhost: {HOST}:{port}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(content)}\r\n\r\n"
+        f"content-length: {len(content)}\r\n"
     )
-    return head.encode() + content
+    more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"{head}{more}\r\n".encode() + content
 
 
 _TOKEN = re.compile(rb'(?:"text"|"content"): ?"(\d{%d})"' % STAMP_DIGITS)

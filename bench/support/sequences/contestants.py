@@ -86,13 +86,11 @@ def _new_client() -> httpx.Client:
 
 @dataclass(slots=True)
 class SequenceContestant:
-    """One engine and what it was measured at.
+    """One engine.
 
     Attributes:
         store: The engine's cache store, for our connector.
         cache_salt: Namespace in vLLM's prefix cache, for an engine with two contestants.
-        measured: By index of the request.
-        cpu_s: CPU time of its turns, background work included.
     """
 
     name: str
@@ -100,8 +98,6 @@ class SequenceContestant:
     engine: Engine
     store: CacheStore | None = None
     cache_salt: str | None = None
-    measured: dict[int, Measured] = field(default_factory=dict)
-    cpu_s: float = 0.0
     _client: httpx.Client = field(default_factory=_new_client)
 
     def ask(self, request: SequenceRequest) -> tuple[Measured, str]:
@@ -146,8 +142,8 @@ class SequenceContestant:
             asked.append(self.ask(request))
             time.sleep(gap_s)
         self.wait_until_idle()
-        self.cpu_s += self._used_cpu_s() - before_s
-        return self._with_records(asked)
+        cpu_s = (self._used_cpu_s() - before_s) / max(1, len(requests))
+        return [replace(one, cpu_s=cpu_s) for one in self._with_records(asked)]
 
     def wait_until_idle(self) -> None:
         """Wait until engine and store use next to no CPU, so that the next turn has all of it."""

@@ -29,12 +29,14 @@ class Measured:
         ttft_s: Time to first token, at the client.
         cached_tokens: Prompt tokens that vLLM reports as cached, loaded ones included.
         record: The engine's record. None without our connector.
+        cpu_s: CPU time of the contestant's turn, background work included, divided by its requests.
     """
 
     ttft_s: float
     prompt_tokens: int
     cached_tokens: int
     record: engine_pb2.RequestRecord | None = None
+    cpu_s: float = 0.0
 
     def tokens_by_origin(self) -> dict[str, int]:
         """Return prompt tokens by where their KV came from."""
@@ -65,12 +67,11 @@ class Measured:
         return stages | {"server": self.ttft_s - sum(stages.values())}
 
 
-def contestant_figures(measured: Sequence[Measured], cpu_s: float) -> dict[str, Any]:
+def contestant_figures(measured: Sequence[Measured]) -> dict[str, Any]:
     """Return a contestant's figures for the JSON line.
 
     Args:
         measured: In the order of the requests, at least one.
-        cpu_s: CPU time of its processes for them, background work included.
     """
     times = np.array([one.ttft_s for one in measured])
     found: dict[str, Any] = {
@@ -79,7 +80,7 @@ def contestant_figures(measured: Sequence[Measured], cpu_s: float) -> dict[str, 
         "ttft_p50_s": round(float(np.quantile(times, 0.5)), 4),
         "ttft_p95_s": round(float(np.quantile(times, 0.95)), 4),
         "tokens_by_origin": _sums(one.tokens_by_origin() for one in measured),
-        "cpu_s_per_request": round(cpu_s / len(measured), 3),
+        "cpu_s_per_request": round(sum(one.cpu_s for one in measured) / len(measured), 3),
     }
     records = [one.record for one in measured if one.record is not None]
     if not records:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.sequence import LEAST_WARM_UP, Replayed, load_sequence, parse
+from bench.sequence import LEAST_WARM_UP, Replayed, load_sequence, parse, settings_of
 from bench.support.sequences.requests import Vocabulary
 
 WORDS = Vocabulary(50_000, seed=1)
@@ -40,6 +40,18 @@ def test_a_sequence_has_warm_up_and_measured_requests() -> None:
 
 def test_only_chunk_reuse_is_warmed_up_with_all_requests() -> None:
     sequence = generated(30)
-    assert sequence.warm_up_of("blend") == sequence.requests[:30]
+    assert sequence.warm_up_of("blend", 30) == sequence.requests[:30]
     # Heads differ, so a prefix cache gains nothing from the others.
-    assert sequence.warm_up_of("plain") == sequence.requests[30 - LEAST_WARM_UP : 30]
+    assert sequence.warm_up_of("plain", 30) == sequence.requests[30 - LEAST_WARM_UP : 30]
+
+
+def test_a_run_that_goes_on_has_the_caches_of_the_requests_so_far() -> None:
+    sequence = generated(30)
+    assert sequence.warm_up_of("blend", 35) == sequence.requests[:35]
+    assert sequence.warm_up_of("plain", 35) == sequence.requests[35 - LEAST_WARM_UP : 35]
+
+
+def test_a_run_goes_on_under_the_same_settings_wherever_its_files_are() -> None:
+    one = parse(["--results", "one", "--minutes", "5", "--data", "here"])
+    assert settings_of(one) == settings_of(parse([]))
+    assert settings_of(one) != settings_of(parse(["--requests", "7"]))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.gateway_load.simulated_engine import EngineConnection, TokenClock
+from bench.support.gateway_load.simulated_engine import ClockedConnection, TokenClock
 from bench.support.gateway_load.simulated_parts import HOST, StreamTimes, http_request, run_streams
 from bench.telemetry_overhead import Compared
 
@@ -82,7 +82,7 @@ def test_the_simulated_engine_waits_before_the_first_token(first_token_s: float)
     async def first_of_one_stream() -> StreamTimes:
         loop = asyncio.get_running_loop()
         clock = TokenClock(loop)
-        server = await loop.create_server(lambda: EngineConnection(clock), HOST, 0)
+        server = await loop.create_server(lambda: ClockedConnection(clock), HOST, 0)
         port = server.sockets[0].getsockname()[1]
         clock.tick_s = 0.001
         clock.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.support.sequences.figures import Measured, contestant_figures
@@ -49,7 +51,7 @@ def test_stages_add_up_to_the_time_to_first_token() -> None:
 def test_figures_of_a_contestant() -> None:
     record = engine_pb2.RequestRecord(prompt_tokens=1000, prefill_s=0.35, miss="not stored")
     computed = Measured(0.4, 1000, 0, record=record)
-    found = contestant_figures([BLENDED, computed], cpu_s=3.0)
+    found = contestant_figures([replace(BLENDED, cpu_s=1.0), replace(computed, cpu_s=2.0)])
     assert found["ttft_mean_s"] == 0.26
     assert found["blended_requests"] == 1
     assert found["misses"] == {"none": 1, "not stored": 1}
@@ -61,6 +63,6 @@ def test_figures_of_a_contestant() -> None:
 
 
 def test_figures_without_records() -> None:
-    found = contestant_figures([Measured(0.4, 100, 0)], cpu_s=1.0)
+    found = contestant_figures([Measured(0.4, 100, 0)])
     assert "blended" not in found
     assert found["ttft_p95_s"] == 0.4

@@ -1,0 +1,1 @@
+"""The whole platform with real or simulated engines, and what drives it."""
