@@ -21,6 +21,7 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typing_extensions import Unpack
 
+from harness.engine_forks import EngineForks, Fork
 from ragcache_wire.settings.gateway import EngineAddress
 
 START_TIMEOUT_S = 300.0
@@ -39,6 +40,10 @@ KV_TRANSFER = {
 COMPUTES_PLAIN = {"RAGCACHE_PLAIN_PREFIXES": "off"}
 """Setting with which an engine computes prompts without a plan. Comparisons need it, because the
 store would serve these prompts as well."""
+
+
+engine_forks: EngineForks | None = None
+"""What starts engines in place of new processes: in tests, which measure no speed."""
 
 
 def let_engines_sleep() -> None:
@@ -75,18 +80,33 @@ class Service:
 
     Its group does not end with this process. A SIGTERM without a handler therefore raises
     KeyboardInterrupt, as Ctrl-C does, so that the services are stopped.
+
+    Args:
+        forks: Starts it, if its command is ``python -m MODULE ...``.
     """
 
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path):
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        forks: EngineForks | None = None,
+    ) -> None:
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _end)
         self.name = name
         self.log = log
+        env = {**os.environ, **env}
+        self._process: subprocess.Popen[bytes] | Fork
         with log.open("ab") as output:
+            if forks is not None:
+                self._process = forks.start(command[2], command[3:], env, output)
+                return
             self._process = subprocess.Popen(
                 command,
-                env={**os.environ, **env},
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -261,15 +281,14 @@ def launch_engine(
     *arguments: str,
     max_length: int = 4096,
     settings: Mapping[str, str] | None = None,
-    role: str = "kv_both",
     port: int | None = None,
     records_port: int | None = None,
     number_type: str = "bfloat16",
 ) -> Engine:
     """Start vLLM without waiting for it. cachestore None: plain vLLM without our connector.
 
-    settings: further environment. role: kv_role of the connector. port, records_port: those of an
-    engine that ended, to start it again.
+    settings: further environment. port, records_port: those of an engine that ended, to start it
+    again.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
@@ -298,8 +317,11 @@ def launch_engine(
         # Small models are computed as fast as they are loaded, and loading is what is looked at.
         ours = {"RAGCACHE_CACHESTORE": cachestore, "RAGCACHE_LOAD_ALWAYS": "on"}
         env = {**ours, "RAGCACHE_RECORDS_LISTEN": records, **env}
-        command += ["--kv-transfer-config", json.dumps(KV_TRANSFER | {"kv_role": role})]
-    service = Service("engine", command, env, folder / f"engine-{port}.log")
+        command += ["--kv-transfer-config", json.dumps(KV_TRANSFER)]
+        command += ["--scheduling-policy", "priority"]
+    # A fork has already imported modules, so another path comes too late.
+    forks = None if "PYTHONPATH" in env else engine_forks
+    service = Service("engine", command, env, folder / f"engine-{port}.log", forks)
     return Engine(service, f"http://127.0.0.1:{port}", records)
 
 
@@ -317,7 +339,6 @@ class EngineOptions(TypedDict, total=False):
 
     max_length: int
     settings: Mapping[str, str] | None
-    role: str
     port: int | None
     records_port: int | None
     number_type: str

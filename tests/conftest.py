@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from harness import availability
+from harness import availability, processes
 from harness.browser import chromium_path
+from harness.engine_forks import EngineForks
 from harness.tiny_model import make_tiny_model
 
 # Timing never decides a test: a busy machine is no counterexample. Nor does chance: every run tries
@@ -39,6 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "WorkerInteractor":
             type(plugin).run_one_test.__globals__["setproctitle"] = lambda _: None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _engine_forks() -> Iterator[None]:
+    """Let the tests' engines share the import of vLLM. Tests of a start use other ways to start."""
+    processes.engine_forks = EngineForks()
+    yield
+    processes.engine_forks.close()
 
 
 @pytest.fixture(scope="session")

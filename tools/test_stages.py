@@ -14,7 +14,9 @@ import shlex
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +29,7 @@ BY_TWOS: Final = "-n 2 --dist loadfile --no-loadscope-reorder"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Commands that run one after the other."""
+    """Commands that run two at a time."""
 
     name: str
     commands: tuple[str, ...]
@@ -37,11 +39,11 @@ STAGES: Final = (
     Stage(
         "check",
         (
+            "mypy",  # as long as all others
             f"ruff format --check {SOURCES}",
             f"ruff check {SOURCES}",
             "codespell",
             "lint-imports",
-            "mypy",
             "python tools/generate_wire.py --check",
             "python tools/generate_crds.py --check",
             "python tools/generate_chart.py --check",
@@ -74,12 +76,26 @@ SLOW: Final = (
 )
 
 
-def run(command: str) -> bool:
-    """Run one command of the environment this Python belongs to."""
+def run(stage: Stage) -> bool:
+    """Run the commands, of the environment this Python belongs to."""
+    if len(stage.commands) == 1:
+        print(f"$ {stage.commands[0]}", flush=True)
+        return _run(stage.commands[0]).returncode == 0
+    passed = True
+    with ThreadPoolExecutor(2) as pool:
+        ended = pool.map(partial(_run, stdout=subprocess.PIPE), stage.commands)
+        for command, done in zip(stage.commands, ended, strict=True):
+            print(f"$ {command}\n{done.stdout}", end="", flush=True)
+            passed &= done.returncode == 0
+    return passed
+
+
+def _run(command: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
     program, *words = shlex.split(command)
-    print(f"$ {command}", flush=True)
-    path = Path(sys.executable).with_name(program)
-    return subprocess.run([str(path), *words], cwd=ROOT, check=False).returncode == 0
+    path = str(Path(sys.executable).with_name(program))
+    return subprocess.run(
+        [path, *words], cwd=ROOT, check=False, text=True, stdout=stdout, stderr=subprocess.STDOUT
+    )
 
 
 def main() -> int:
@@ -94,7 +110,7 @@ def main() -> int:
         if given.only and stage.name not in given.only:
             continue
         started_s = time.monotonic()
-        passed = all(run(command) for command in stage.commands)
+        passed = run(stage)
         taken.append((stage.name, time.monotonic() - started_s, passed))
     print("\nstage                       time")
     for name, seconds, passed in taken:

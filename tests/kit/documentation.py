@@ -261,7 +261,7 @@ _INLINE: Final = ("ragcache ", "kubectl ragcache ", "make ", "python -m bench.",
 _ALONE: Final = {"completion", "doctor", "keys", "render", "size"}
 """Commands that need neither a platform nor a network."""
 _WITH_GATEWAY: Final = {
-    *("ask", "backup", "collection", "explain", "ingest", "restore", "top"),
+    *("ask", "backup", "collection", "explain", "ingest", "restore", "top", "usage"),
 }
 _ELSEWHERE: Final = {
     "up": "tests/integration/cli/test_up.py",

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import httpx
@@ -17,22 +17,31 @@ import numpy as np
 import uvicorn
 
 from ragcache_core.access.caller import Caller, Scope
-from ragcache_core.access.key_file import entry_text, hash_text, key_of
+from ragcache_core.access.key_file import MAX_PRIORITY, entry_text, hash_text, key_of
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, KVSpace, VariantKey, chunk_key, token_digest
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.plan.reuse_plan import NO_REUSE, ReusePlan
+from ragcache_core.scheduling.priority import GUESS_BAND, TIME_BITS
 from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_gateway.app import create_app
 from ragcache_gateway.http.server import GatewayProtocol, bind_sockets
 from ragcache_gateway.planning.source_follower import FeedState, SourceFollower
 from ragcache_gateway.prompts.builder import PromptBuilder
+from ragcache_gateway.prompts.model_runtime import load_models
 from ragcache_gateway.prompts.tokenizer import load_tokenizer
-from ragcache_gateway.speculation.prefill import PREFILL_PRIORITY
 from ragcache_kv.model.folder import load_model_folder
 from ragcache_retriever.messages.backups import complete_parts
 from ragcache_retriever.messages.replies import delete_message
+from ragcache_retriever.messages.usage import (
+    counted_of,
+    rows_message,
+    sender_of,
+    total_message,
+    wanted_of,
+)
 from ragcache_retriever.store.outbox import Outbox
+from ragcache_retriever.store.usage import UsageTable
 from ragcache_wire.clients.feed_client import FeedClient
 from ragcache_wire.feeds.feed_cursor import FeedCursor
 from ragcache_wire.server import GrpcServer
@@ -53,6 +62,11 @@ from tests.kit.wait import until
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 1024
+
+
+def band_of(body: Mapping[str, Any]) -> int:
+    """Return the band of the priority of an engine's request."""
+    return int(body.get("priority", 0)) >> TIME_BITS
 
 
 def chunk(document: str, ordinal: int, text: str = "") -> retriever_pb2.Chunk:
@@ -97,6 +111,8 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         ]
         self.documents: dict[str, retriever_pb2.Document] = {}
         self.outbox = Outbox(MemoryDatabase())
+        self.usage = UsageTable(MemoryDatabase())
+        self.forgets_usage_reply = False  # adds usage, but its reply is lost
         self.collections = {"default": retriever_pb2.Collection(name="default", window=1)}
         self.reports: dict[str, bytes] = {}
         self.similar: dict[str, list[float]] = {}  # scores, by document
@@ -253,6 +269,23 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         if request.name not in self.reports:
             raise NotFound("report", request.name, "put it first")
         return retriever_pb2.Report(name=request.name, body=self.reports[request.name])
+
+    async def AddUsage(self, request: Any, context: Any) -> Any:  # noqa: N802
+        now_ms = _now_ms()
+        self.usage.add(sender_of(request), counted_of(request), now_ms)
+        if self.forgets_usage_reply:
+            raise Unavailable("retriever", "its reply is lost")
+        totals = [
+            total_message(owner, one)
+            for owner, names in (("key", request.keys), ("tenant", request.tenants))
+            for one in self.usage.totals(owner, names, request.now_unix_s)
+        ]
+        waiting = self.usage.waiting(request.gateway, now_ms)
+        return retriever_pb2.AddUsageReply(totals=totals, waiting=waiting)
+
+    async def ListUsage(self, request: Any, context: Any) -> Any:  # noqa: N802
+        found = self.usage.page(wanted_of(request), request.page_size + 1)
+        return rows_message(found, request.page_size)
 
     async def PutCollection(self, request: Any, context: Any) -> Any:  # noqa: N802
         name = request.collection.name
@@ -486,11 +519,16 @@ class _Reply:
         return {"index": i, "text": text, **end}
 
 
+WORD_ID = 900_000
+"""Token id of the first word of a fake engine's answer."""
+
+
 class FakeEngine:
     """An ASGI app with vLLM's /v1/completions and /v1/chat/completions.
 
     A chat takes the token ids of its prompt from the transfer parameters, as vLLM does. The
-    requests that are kept have them as their prompt.
+    requests that are kept have them as their prompt. Each word is a token, and a prompt that ends
+    with the first words is answered with the others.
     """
 
     def __init__(self) -> None:
@@ -519,6 +557,8 @@ class FakeEngine:
         self.waiting = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/version":
+            return await _respond(send, 200, b'{"version": "0.32.0"}')
         if scope["path"] == "/health":
             self.health_checks += 1
             if self.hold_health is not None:
@@ -580,6 +620,10 @@ class FakeEngine:
             await _part(send, f"data: {data}\n\n".encode())
 
         words, count = self._words_for(reply.body), reply.body.get("n", 1)
+        ids = range(WORD_ID, WORD_ID + len(words))
+        prompt = reply.body["prompt"]
+        given = max(k for k in range(len(words)) if k == 0 or prompt[-k:] == list(ids[:k]))
+        words = words[given:]
         last = len(words) - 1
         if not await self._reaches_first_word(reply.body, event, receive, send):
             return
@@ -595,14 +639,16 @@ class FakeEngine:
                 return await _part(send, b"", more=False)
             if index == self.drop_after:
                 return await _part(send, b"", more=False)
-            if index == 0 and reply.is_chat:
-                for i in range(count):
-                    await event(reply.chunk({"role": "assistant", "content": ""}, i))
+            for i in range(count if index == 0 and reply.is_chat else 0):
+                await event(reply.chunk({"role": "assistant", "content": ""}, i))
             if word:
                 more = self.message if index == last else {}
                 for i in range(count):
                     reason = "stop" if index == last else None
-                    await event(reply.text_chunk(word, i, reason, more))
+                    chunk = reply.text_chunk(word, i, reason, more)
+                    if reply.body.get("return_token_ids"):
+                        chunk["choices"][0]["token_ids"] = [ids[given + index]]
+                    await event(chunk)
         if self.sends_usage:
             usage = self._usage(reply.body, len(words))
             if reply.body.get("stream_options", {}).get("include_usage"):
@@ -612,7 +658,7 @@ class FakeEngine:
 
     async def _reaches_first_word(self, body: Any, event: Any, receive: Any, send: Any) -> bool:
         held = self.prefill
-        if body.get("priority") == PREFILL_PRIORITY:
+        if band_of(body) == GUESS_BAND:
             held = self.hold_prefills
             if self.fails_prefills:
                 await event({"error": {"message": "the engine died", "code": 500}})
@@ -636,7 +682,7 @@ class FakeEngine:
 
     def _cached_tokens(self, body: Any) -> int:
         """Return 70 for questions; for prefills the longest beginning that came before."""
-        if "priority" not in body:
+        if band_of(body) <= MAX_PRIORITY:
             return 70
         earlier = [one["prompt"] for one in self.requests if one is not body]
         starts = [one for one in earlier if body["prompt"][: len(one)] == one]
@@ -683,14 +729,22 @@ async def _body(receive: Any) -> bytes:
     return body
 
 
+NO_TLS: Final[Mapping[str, Any]] = {}
+
+
 @asynccontextmanager
 async def serving(
-    app: Any, port: int = 0, host: str = "127.0.0.1", admin_listen: str | None = None
+    app: Any,
+    port: int = 0,
+    host: str = "127.0.0.1",
+    admin_listen: str | None = None,
+    tls: Mapping[str, Any] = NO_TLS,
 ) -> AsyncGenerator[int, None]:
     """Serve an ASGI app on loopback, as the gateway does; yields its port.
 
     Args:
         admin_listen: A second address.
+        tls: ``ssl_certfile`` and ``ssl_keyfile`` of a server with TLS.
     """
     config = uvicorn.Config(
         app,
@@ -700,6 +754,7 @@ async def serving(
         log_config=None,
         ws="none",
         timeout_graceful_shutdown=1,
+        **tls,
     )
     config.load()
     server = uvicorn.Server(config)
@@ -799,7 +854,7 @@ class World:
         return chunk_key(self.space(), PUBLIC_DOMAIN, self.prompts().encode_chunk(text))
 
     def app(self) -> Any:
-        return create_app(self.config, self.space(), self.prompts())
+        return create_app(self.config, load_models(self.config))
 
     async def ask(self, question: str = "Where does billing run?", **more: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": question}], **more}

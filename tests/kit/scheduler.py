@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from ragcache_core.cluster.sent_requests import SENT_FIELD, SentRequest
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.identity.keys import KVSpace, VariantKey
@@ -15,16 +16,18 @@ from ragcache_core.identity.variant import (
     ValuePart,
 )
 from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
+from ragcache_core.plan.reuse_plan import Handoff
 from ragcache_core.plan.segments import PIECE_TOKENS
 from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, ReportedUses, StoredVariant
 from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
-    EngineRole,
     LoadJob,
     SaveJob,
 )
+from ragcache_engine.scheduler.load_publisher import ArrivedRequest
 from ragcache_engine.scheduler.request import NewRequest
 from ragcache_engine.scheduler.scheduler import ConnectorScheduler
+from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_engine.telemetry.request_records import RequestRecord, RequestRecords
 from ragcache_kv.store_client.shard_router import ShardedLookup
 from ragcache_kv.store_client.sharded import ShardedStore
@@ -102,7 +105,6 @@ class SchedulerHarness:
         plan_keys: SigningKeys | None = None,
         *,
         plain_prefixes: bool = True,
-        role: EngineRole = EngineRole.BOTH,
         store: FakeLookupStore | None = None,
         handoff_wait_s: float = 60.0,
     ) -> None:
@@ -114,16 +116,30 @@ class SchedulerHarness:
             lookup_wait_s=5.0,
             min_load_tokens=16,
             plain_prefixes=plain_prefixes,
-            handoff_wait_s=handoff_wait_s,
         )
+        self._handoff_wait_s = handoff_wait_s
         self.costs = ReuseCosts()
         sharded = cast("ShardedStore", self.store)
-        engine = EngineContext(config, SPACE, role=role)
-        self.scheduler = ConnectorScheduler(engine, self.records, sharded, self.costs)
+        engine = EngineContext(config, SPACE)
+        self.feed = EngineFeed()
+        self.scheduler = ConnectorScheduler(
+            engine, self.records, sharded, self.costs, feed=self.feed
+        )
 
-    def arrive(self, request_id: str, prompt: Prompt = PROMPT, *, handoff: bool = False) -> None:
-        plan = replace(plan_exact(prompt, SPACE, "public", request_id), handoff=handoff)
-        params = {"ragcache": plan.encode()}
+    def arrive(
+        self,
+        request_id: str,
+        prompt: Prompt = PROMPT,
+        *,
+        handoff: Handoff | None = None,
+        sent: SentRequest | None = None,
+    ) -> None:
+        plan = plan_exact(prompt, SPACE, "public", request_id)
+        plan = replace(plan, handoff=handoff, handoff_wait_s=self._handoff_wait_s)
+        params: dict[str, object] = {"ragcache": plan.encode()}
+        if sent is not None:
+            params[SENT_FIELD] = sent.to_field()
+        self.scheduler.on_arrival(ArrivedRequest(request_id, len(prompt.token_ids), params))
         self.scheduler.on_new_request(NewRequest(request_id, prompt.token_ids, params))
 
     def loaded(self, request_id: str) -> int:

@@ -25,7 +25,6 @@ from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache
 from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape
 from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
-    EngineRole,
     LoadJob,
     LoadOutcome,
     SaveJob,
@@ -224,15 +223,12 @@ class WorkerHarness:
         settings: EngineSettings | None = None,
         blend: BlendComponents | None = None,
         client: ShardedStore | None = None,
-        role: EngineRole = EngineRole.BOTH,
         joint_pass: JointPass | None = None,
     ) -> None:
         """client: a client of a real store, instead of the fake one."""
         self.cache, self.store = FakePagedCache(), FakeStoreClient()
         self.connector = ConnectorWorker(
-            EngineContext(
-                settings or EngineSettings(cachestore=FixedMembers(())), SPACE, role=role
-            ),
+            EngineContext(settings or EngineSettings(cachestore=FixedMembers(())), SPACE),
             cast("PagedCache", self.cache),
             client or cast("ShardedStore", self.store),
             blend,

@@ -104,9 +104,9 @@ def slow_share(window: str) -> str:
 
 
 def error_share(window: str) -> str:
-    """Return the share of requests that the platform failed."""
+    """Return the share of requests that the platform failed. A 504 is a deadline of the client."""
     all_ = total(rate(gateway.REQUESTS, _ASKED, window=window), *BY)
-    failed = total(rate(gateway.REQUESTS, _ASKED, 'code=~"5.."', window=window), *BY)
+    failed = total(rate(gateway.REQUESTS, _ASKED, 'code=~"50[0-3]"', window=window), *BY)
     # Without any failure there is no series of failures.
     return f"({failed} or 0 * {all_}) / {all_}"
 

@@ -28,6 +28,16 @@ DASHBOARD: Final = Dashboard(
                     ],
                 ),
                 Panel(
+                    "Refused requests",
+                    "By reason. Limits on latency refuse what engines cannot answer in time.",
+                    [
+                        Query(
+                            total(rate(gateway.REFUSALS, *RAGCACHES), "reason"),
+                            "{{reason}}",
+                        )
+                    ],
+                ),
+                Panel(
                     "Requests in engines, as the gateway counts them",
                     "By engine. Uneven bars mean that one engine is slow.",
                     [
@@ -50,6 +60,14 @@ DASHBOARD: Final = Dashboard(
                             "waiting {{pod}}",
                         ),
                     ],
+                    width=8,
+                ),
+                Panel(
+                    "Queue that gateways plan with",
+                    "Predicted time of pending loads and prefills of questions, by pod.",
+                    [Query(series(engine.PENDING, *RAGCACHES, 'kind="question"'), "{{pod}}")],
+                    unit="s",
+                    width=8,
                 ),
                 Panel(
                     "Time in vLLM's queue",
@@ -62,6 +80,7 @@ DASHBOARD: Final = Dashboard(
                         for share in (0.5, 0.95)
                     ],
                     unit="s",
+                    width=8,
                 ),
                 Panel(
                     "KV cache of engines",
