@@ -60,7 +60,7 @@ STAGES: Final = (
         "integration, end to end",
         (
             f"python -m pytest {BY_TWOS} --durations=30 -m 'not slow'"
-            " tests/e2e tests/v2 tests/integration",
+            " tests/e2e tests/v2 tests/integration tests/attack",
         ),
     ),
     Stage("dashboards", ("python -m tools.dashboards --check",)),
@@ -70,7 +70,9 @@ SLOW: Final = (
     Stage("build Kubernetes", ("python -m harness.cluster.binaries",)),
     Stage(
         "slow tests",
-        ("python -m pytest -m slow tests/integration tests/v2 tests/e2e tests/cluster",),
+        (
+            "python -m pytest -m slow tests/integration tests/attack tests/v2 tests/e2e tests/cluster",
+        ),
     ),
     Stage("soak", ("python -m bench.soak",)),
 )
