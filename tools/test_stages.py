@@ -71,7 +71,8 @@ SLOW: Final = (
     Stage(
         "slow tests",
         (
-            "python -m pytest -m slow tests/integration tests/attack tests/v2 tests/e2e tests/cluster",
+            "python -m pytest -m slow"
+            " tests/integration tests/attack tests/v2 tests/e2e tests/cluster",
         ),
     ),
     Stage("soak", ("python -m bench.soak",)),
