@@ -60,8 +60,11 @@ CACHE_TOKENS: Final = 24_000
 LIMIT_FACTOR: Final = 4.0
 """The limit of the first token, over the time to compute a prompt in an idle engine."""
 
-WAITING: Final = 3
-"""Requests in flight for each engine, while the capacity is measured. The limit allows more."""
+WAITING: Final = 8
+"""Requests in flight for each engine while the capacity is measured: some wait although others get
+the tokens after their first one. What is refused is asked again RETRY_S later."""
+
+RETRY_S: Final = 0.5
 
 OVERLOAD: Final = 1.5
 RAMP_LIMITS: Final = 2.0
@@ -265,8 +268,12 @@ class Client:
             while time.monotonic() < until_s:
                 tenant, question = rng.choice(TENANTS).name, questions.pop().question
                 answer = await self._ask(tenant, question, time.monotonic())
-                ends_s.append(time.monotonic())
-                errors.extend([answer.error] if answer.error else [])
+                if not answer.error:
+                    ends_s.append(time.monotonic())
+                elif answer.status in _REFUSALS:
+                    await asyncio.sleep(RETRY_S)
+                else:
+                    errors.append(answer.error)
 
         await asyncio.gather(*(repeat() for _ in range(num_waiting)))
         if errors:
