@@ -25,6 +25,8 @@ class EngineLoad:
         num_decoding: Requests whose answers it generates.
         free_tokens: Tokens of KV that its cache can take without preempting a request. None: not
             known.
+        begun_s: The part of ``pending_s`` that a request of any priority waits for: prefills
+            that have begun, and the running pass of the background.
     """
 
     pending_s: float = 0.0
@@ -33,6 +35,7 @@ class EngineLoad:
     num_background: int = 0
     num_decoding: int = 0
     free_tokens: int | None = None
+    begun_s: float = 0.0
 
     def aged(self, seconds: float) -> EngineLoad:
         """Return the load after some seconds, if the engine has worked as predicted."""
@@ -44,7 +47,16 @@ class EngineLoad:
             self.num_background,
             self.num_decoding,
             self.free_tokens,
+            max(0.0, self.begun_s - seconds),
         )
+
+    def before_s(self, share: float) -> float:
+        """Return the seconds that a request waits.
+
+        Args:
+            share: Of what has not begun, that goes before the request.
+        """
+        return self.begun_s + share * max(0.0, self.pending_s - self.begun_s)
 
 
 @dataclass(slots=True)
@@ -67,6 +79,7 @@ class PendingWork:
         self._pending: dict[str, _Request] = {}
         self._decoding: dict[str, _Request] = {}
         self._load_ends: dict[str, float] = {}  # of loads that run
+        self._begun: set[str] = set()  # questions of which a pass has computed a part
         # By whether a request is of the background.
         self._left_s = {False: 0.0, True: 0.0}
         self._num_background = 0
@@ -130,8 +143,12 @@ class PendingWork:
         if left_s is not None:
             self.predict(request_id, left_s)
         request = self._pending.get(request_id)
-        if request is not None and request.is_background:
+        if request is None:
+            return
+        if request.is_background:
             self._background_pass_s += min(pass_s, request.left_s)
+        else:
+            self._begun.add(request_id)
 
     def decode(self, request_id: str) -> None:
         """Record that the prompt of a request is computed."""
@@ -146,6 +163,7 @@ class PendingWork:
             self._add(request_id, request)
         else:
             self.predict(request_id, seconds)
+            self._begun.discard(request_id)
 
     def end(self, request_id: str) -> None:
         """Record that a request has ended."""
@@ -159,13 +177,15 @@ class PendingWork:
             is_background = self._pending[request_id].is_background
             loads_s[is_background] += max(0.0, ends_s - now_s)
         pass_s = self._background_pass_s
+        pending_s = max(0.0, self._left_s[False] + loads_s[False] + pass_s)
         return EngineLoad(
-            pending_s=max(0.0, self._left_s[False] + loads_s[False] + pass_s),
+            pending_s=pending_s,
             background_s=max(0.0, self._left_s[True] + loads_s[True] - pass_s),
             num_pending=len(self._pending) - self._num_background,
             num_background=self._num_background,
             num_decoding=len(self._decoding),
             free_tokens=free_tokens,
+            begun_s=min(pending_s, sum(self._pending[one].left_s for one in self._begun) + pass_s),
         )
 
     def _add(self, request_id: str, request: _Request) -> None:
@@ -178,6 +198,7 @@ class PendingWork:
         if request is None:
             return None
         self._load_ends.pop(request_id, None)
+        self._begun.discard(request_id)
         self._num_background -= request.is_background
         self._left_s[request.is_background] -= request.left_s
         if not self._pending:

@@ -20,6 +20,7 @@ def to_load_message(load: EngineLoad, accepted: AcceptedNumbers) -> pb.EngineLoa
         free_tokens=load.free_tokens,
         last_accepted=accepted.last,
         accepted=accepted.recent,
+        begun_s=load.begun_s,
     )
 
 
@@ -32,6 +33,7 @@ def from_load_message(message: pb.EngineLoad) -> tuple[EngineLoad, AcceptedNumbe
         num_background=message.num_background,
         num_decoding=message.num_decoding,
         free_tokens=message.free_tokens if message.HasField("free_tokens") else None,
+        begun_s=_seconds(message.begun_s),
     )
     return load, AcceptedNumbers(message.last_accepted, message.accepted)
 

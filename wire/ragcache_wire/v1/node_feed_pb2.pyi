@@ -126,6 +126,7 @@ class EngineLoad(_message.Message):
     FREE_TOKENS_FIELD_NUMBER: _builtins.int
     LAST_ACCEPTED_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
+    BEGUN_S_FIELD_NUMBER: _builtins.int
     pending_s: _builtins.float
     """loads and prefills that are not done, and the background's pass"""
     background_s: _builtins.float
@@ -141,6 +142,8 @@ class EngineLoad(_message.Message):
     """highest number of the reader's requests that was accepted; 0: none"""
     accepted: _builtins.int
     """bit i: last_accepted - i was accepted"""
+    begun_s: _builtins.float
+    """of pending_s: what a request of any priority waits for"""
     def __init__(
         self,
         *,
@@ -152,10 +155,11 @@ class EngineLoad(_message.Message):
         free_tokens: _builtins.int | None = ...,
         last_accepted: _builtins.int = ...,
         accepted: _builtins.int = ...,
+        begun_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "free_tokens", b"free_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "accepted", b"accepted", "background_s", b"background_s", "free_tokens", b"free_tokens", "last_accepted", b"last_accepted", "num_background", b"num_background", "num_decoding", b"num_decoding", "num_pending", b"num_pending", "pending_s", b"pending_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens", "accepted", b"accepted", "background_s", b"background_s", "begun_s", b"begun_s", "free_tokens", b"free_tokens", "last_accepted", b"last_accepted", "num_background", b"num_background", "num_decoding", b"num_decoding", "num_pending", b"num_pending", "pending_s", b"pending_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__free_tokens: _TypeAlias = _typing.Literal["free_tokens"]  # noqa: Y015
     _WhichOneofArgType__free_tokens: _TypeAlias = _typing.Literal["_free_tokens", b"_free_tokens"]  # noqa: Y015

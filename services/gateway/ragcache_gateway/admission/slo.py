@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from ragcache_core.planner.request_plan import RequestPlan
+from ragcache_core.planner.request_plan import PlanSeconds, RequestPlan
 from ragcache_core.scheduling.admission import (
     LatencyForecast,
     LatencyLimits,
@@ -22,6 +22,7 @@ from ragcache_core.scheduling.admission import (
     judge_early,
 )
 from ragcache_core.scheduling.priority import QueuePosition
+from ragcache_core.scheduling.queue_error import QueueError
 from ragcache_gateway.admission.decode_limit import DecodeLimit
 from ragcache_gateway.admission.refusal import Refused
 from ragcache_gateway.engines.client import Engine
@@ -77,6 +78,7 @@ class SloAdmission:
         self._loads = loads
         self._metrics = metrics
         self._observed: WeakKeyDictionary[Engine, _Observed] = WeakKeyDictionary()
+        self._queue_errors: dict[int, QueueError] = {}  # by band
 
     def check_queues(self, arrival: Arrival, position: QueuePosition) -> None:
         """Refuse a request that has to wait too long in every engine, before it costs anything.
@@ -90,7 +92,7 @@ class SloAdmission:
         engines = self._loads.engines.healthy
         if not engines or not all(map(self._is_known, engines)):
             return
-        queue_s = min(self._loads.queue_s(engine, position) for engine in engines)
+        queue_s = min(self._queue_s(engine, position) for engine in engines)
         refusal = judge_early(arrival.elapsed_s(), queue_s, self._limits(arrival))
         if refusal is not None:
             raise _refused(refusal)
@@ -130,9 +132,22 @@ class SloAdmission:
         """Return the number of answers that an engine generates now."""
         return self._decodes.num_decoding(engine)
 
-    def record_prediction(self, engine: Engine) -> None:
-        """Record that an engine has answered a request whose time was predicted."""
+    def record_prediction(
+        self, engine: Engine, band: int, predicted: PlanSeconds, took_s: float
+    ) -> None:
+        """Record that an engine has answered a request whose time was predicted.
+
+        Args:
+            took_s: From when it was sent to its first token.
+        """
         self._of(engine).num_predictions += 1
+        work_s = predicted.total_s - predicted.queue_s
+        self._queue_errors.setdefault(band, QueueError()).observe(predicted.queue_s, took_s, work_s)
+
+    def _queue_s(self, engine: Engine, position: QueuePosition) -> float:
+        """Return the seconds that most requests of a position wait at most."""
+        error = self._queue_errors.get(position.band)
+        return self._loads.queue_s(engine, position) * (error.factor if error else 1.0)
 
     def _of(self, engine: Engine) -> _Observed:
         return self._observed.setdefault(engine, _Observed())
@@ -149,7 +164,7 @@ class SloAdmission:
     ) -> LatencyForecast:
         queue_s, work_s = 0.0, None
         if plan.seconds is not None and self._is_known(engine):
-            queue_s = self._loads.queue_s(engine, position)
+            queue_s = self._queue_s(engine, position)
             work_s = plan.seconds.total_s - plan.seconds.queue_s
         return LatencyForecast(
             arrival.elapsed_s(),

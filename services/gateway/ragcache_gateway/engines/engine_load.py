@@ -87,11 +87,11 @@ class EngineLoads(BackgroundTasks):
         Args:
             position: Of the question in the engine's queue. None: after all that waits.
         """
-        pending_s = self.load(engine).pending_s
+        load = self.load(engine)
         if position is None:
-            return pending_s
+            return load.pending_s
         share = engine.waiting.share_before(position.priority(unix_ms()))
-        return pending_s * share * position.tenant_excess
+        return load.before_s(share * position.tenant_excess)
 
     def load_for_guess(self, engine: Engine, own_left_s: float | None) -> Load:
         """Return what an engine has to do before a guess, and beside it.

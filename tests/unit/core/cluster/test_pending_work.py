@@ -18,7 +18,9 @@ def test_a_question_is_pending_until_its_prompt_is_computed() -> None:
     work.accept("b", 500, 1.0, is_background=False)
     assert work.load(0.0, 64) == EngineLoad(3.0, num_pending=2, free_tokens=64)
     work.compute("a", 1.5, 0.5)
-    assert work.load(0.0).pending_s == 2.5
+    load = work.load(0.0)
+    assert (load.pending_s, load.begun_s) == (2.5, 1.5)
+    assert (load.before_s(0.0), load.before_s(1.0)) == (1.5, 2.5)
     work.decode("a")
     assert work.load(0.0) == EngineLoad(1.0, num_pending=1, num_decoding=1)
     work.end("a")
@@ -41,7 +43,7 @@ def test_a_question_waits_for_the_running_pass_of_the_background_only() -> None:
     work.accept("guess", 1000, 2.0, is_background=True)
     assert work.load(0.0) == EngineLoad(0.0, 2.0, num_background=1)
     work.compute("guess", 1.5, 0.5)
-    assert work.load(0.0) == EngineLoad(0.5, 1.0, num_background=1)
+    assert work.load(0.0) == EngineLoad(0.5, 1.0, num_background=1, begun_s=0.5)
     assert work.begin_step()
     assert work.load(0.0) == EngineLoad(0.0, 1.5, num_background=1)
 
@@ -63,8 +65,9 @@ def test_a_preempted_answer_is_pending_again() -> None:
 def test_work_is_done_while_nothing_is_heard(
     elapsed_s: float, pending_s: float, background_s: float
 ) -> None:
-    load = EngineLoad(2.0, 3.0, 4, 5, 6, 7)
-    assert load.aged(elapsed_s) == EngineLoad(pending_s, background_s, 4, 5, 6, 7)
+    load = EngineLoad(2.0, 3.0, 4, 5, 6, 7, begun_s=1.0)
+    begun_s = max(0.0, 1.0 - elapsed_s)
+    assert load.aged(elapsed_s) == EngineLoad(pending_s, background_s, 4, 5, 6, 7, begun_s)
 
 
 class FollowedWork(RuleBasedStateMachine):
@@ -76,6 +79,7 @@ class FollowedWork(RuleBasedStateMachine):
         self.pending: dict[str, tuple[bool, float]] = {}
         self.loads: dict[str, float] = {}
         self.decoding: dict[str, bool] = {}
+        self.begun: set[str] = set()
 
     @rule(one=IDS, seconds=SECONDS, is_background=st.booleans())
     def accept(self, one: str, seconds: float, is_background: bool) -> None:
@@ -101,16 +105,25 @@ class FollowedWork(RuleBasedStateMachine):
         self.work.end_load(one)
         self.loads.pop(one, None)
 
+    @rule(one=IDS, seconds=SECONDS)
+    def compute(self, one: str, seconds: float) -> None:
+        if one in self.pending and not self.pending[one][0]:
+            self.work.compute(one, seconds, 0.0)
+            self.pending[one] = (False, seconds)
+            self.begun.add(one)
+
     @rule(one=IDS)
     def decode(self, one: str) -> None:
         self.work.decode(one)
         self.loads.pop(one, None)
+        self.begun.discard(one)
         if one in self.pending:
             self.decoding[one] = self.pending.pop(one)[0]
 
     @rule(one=IDS, seconds=SECONDS)
     def restart(self, one: str, seconds: float) -> None:
         self.work.restart(one, seconds)
+        self.begun.discard(one)
         if one in self.decoding:
             self.pending[one] = (self.decoding.pop(one), seconds)
         elif one in self.pending:
@@ -119,6 +132,7 @@ class FollowedWork(RuleBasedStateMachine):
     @rule(one=IDS)
     def end(self, one: str) -> None:
         self.work.end(one)
+        self.begun.discard(one)
         for known in (self.pending, self.loads, self.decoding):
             known.pop(one, None)
 
@@ -134,6 +148,8 @@ class FollowedWork(RuleBasedStateMachine):
         assert load.num_decoding == len(self.decoding)
         assert load.pending_s == pytest.approx(sums[False], abs=1e-9)
         assert load.background_s == pytest.approx(sums[True], abs=1e-9)
+        begun_s = sum(self.pending[one][1] for one in self.begun)
+        assert load.begun_s == pytest.approx(min(begun_s, load.pending_s), abs=1e-9)
         if not self.pending:
             assert load.pending_s == load.background_s == 0
 

@@ -183,5 +183,5 @@ def test_a_feed_has_no_field_for_tokens_or_text() -> None:
         *("boot", "sequence", "snapshot", "changes", "load"),
         *("key", "tier", "parent", "num_tokens", "num_bytes", "exact", "cost_s"),
         *("pending_s", "background_s", "num_pending", "num_background", "num_decoding"),
-        *("free_tokens", "last_accepted", "accepted"),
+        *("free_tokens", "last_accepted", "accepted", "begun_s"),
     }
