@@ -62,6 +62,7 @@ class QueuePosition:
         window_ms: Requests sent this much later may go first. 0: requests keep their order.
         cached_share: Share of the prompt that is predicted to be cached or loaded.
         tenant_delay_ms: By how much later it counts as sent because of its tenant's other requests.
+        tenant: Whose requests it waits with; None: those of all callers without a tenant.
         tenant_excess: The work before it grows by this factor, because tenants below their share
             may still send requests that go first.
     """
@@ -70,6 +71,7 @@ class QueuePosition:
     window_ms: int = 0
     cached_share: float = 0.0
     tenant_delay_ms: int = 0
+    tenant: str | None = None
     tenant_excess: float = 1.0
 
     @property

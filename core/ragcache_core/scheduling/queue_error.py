@@ -23,7 +23,7 @@ _LEAST_SHARE_OF_WORK: Final = 0.5
 
 
 class QueueError:
-    """The factor of one band. It starts at 1, and predictions that hold bring it back to 1."""
+    """The factor of one tenant in a band. It starts at 1, and right predictions bring it back."""
 
     def __init__(self) -> None:
         self._log_factor = 0.0

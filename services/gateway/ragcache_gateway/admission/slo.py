@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 from weakref import WeakKeyDictionary
 
+from ragcache_core.access.caller import Caller
 from ragcache_core.planner.request_plan import PlanSeconds, RequestPlan
 from ragcache_core.scheduling.admission import (
     LatencyForecast,
@@ -78,7 +79,7 @@ class SloAdmission:
         self._loads = loads
         self._metrics = metrics
         self._observed: WeakKeyDictionary[Engine, _Observed] = WeakKeyDictionary()
-        self._queue_errors: dict[int, QueueError] = {}  # by band
+        self._queue_errors: dict[tuple[int, str | None], QueueError] = {}  # by band and tenant
 
     def check_queues(self, arrival: Arrival, position: QueuePosition) -> None:
         """Refuse a request that has to wait too long in every engine, before it costs anything.
@@ -133,7 +134,7 @@ class SloAdmission:
         return self._decodes.num_decoding(engine)
 
     def record_prediction(
-        self, engine: Engine, band: int, predicted: PlanSeconds, took_s: float
+        self, engine: Engine, caller: Caller, predicted: PlanSeconds, took_s: float
     ) -> None:
         """Record that an engine has answered a request whose time was predicted.
 
@@ -142,11 +143,12 @@ class SloAdmission:
         """
         self._of(engine).num_predictions += 1
         work_s = predicted.total_s - predicted.queue_s
-        self._queue_errors.setdefault(band, QueueError()).observe(predicted.queue_s, took_s, work_s)
+        error = self._queue_errors.setdefault((caller.priority, caller.tenant), QueueError())
+        error.observe(predicted.queue_s, took_s, work_s)
 
     def _queue_s(self, engine: Engine, position: QueuePosition) -> float:
-        """Return the seconds that most requests of a position wait at most."""
-        error = self._queue_errors.get(position.band)
+        """Return the seconds that most requests of a tenant wait at most in such a position."""
+        error = self._queue_errors.get((position.band, position.tenant))
         return self._loads.queue_s(engine, position) * (error.factor if error else 1.0)
 
     def _of(self, engine: Engine) -> _Observed:

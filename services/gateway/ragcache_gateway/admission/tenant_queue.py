@@ -54,7 +54,7 @@ class TenantQueue:
             Its position, as far as that depends on its tenant.
         """
         if len(self._weights()) < 2:
-            yield QueuePosition(caller.priority)
+            yield QueuePosition(caller.priority, tenant=caller.tenant)
             return
         position = self.position(caller, seconds)
         queue = self._bands.setdefault(caller.priority, FairQueue())
@@ -71,14 +71,16 @@ class TenantQueue:
     def position(self, caller: Caller, seconds: float = 0.0) -> QueuePosition:
         """Return the position that a request of a caller would get now."""
         if len(self._weights()) < 2:
-            return QueuePosition(caller.priority)
+            return QueuePosition(caller.priority, tenant=caller.tenant)
         queue = self._bands.get(caller.priority) or FairQueue()
         request = QueuedRequest(caller.tenant, caller.rules.weight, seconds)
         now_s = self._clock()
         others = self._others_in(caller.priority, now_s)
         delay_ms = round(1e3 * (queue.time_of(request, now_s, others) - now_s))
         excess = max(1.0, queue.excess(request, others))
-        return QueuePosition(caller.priority, tenant_delay_ms=delay_ms, tenant_excess=excess)
+        return QueuePosition(
+            caller.priority, tenant_delay_ms=delay_ms, tenant=caller.tenant, tenant_excess=excess
+        )
 
     def load(self) -> bytes:
         """Return a QueueLoad of what waits; empty: nothing does."""

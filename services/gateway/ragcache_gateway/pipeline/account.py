@@ -330,8 +330,8 @@ def _report_prediction(
     if plan.seconds is not None and plan.source == engine_source(answer.engine.address):
         took_s = record.queue_s + record.load_s + record.prefill_s
         services.metrics.observe_prediction(plan.seconds.total_s, took_s)
-        band = answer.planned.question.caller.priority
-        services.slo.record_prediction(answer.engine, band, plan.seconds, took_s)
+        caller = answer.planned.question.caller
+        services.slo.record_prediction(answer.engine, caller, plan.seconds, took_s)
 
 
 def _report_pace(

@@ -39,7 +39,7 @@ def test_one_tenant_alone_is_not_delayed(weights: dict[str | None, float]) -> No
     tenants = queue(weights)
     with ExitStack() as stack:
         found = [stack.enter_context(tenants.waiting(RED, 5.0)) for _ in range(3)]
-        assert found == [QueuePosition(RED.priority)] * 3
+        assert found == [QueuePosition(RED.priority, tenant=RED.tenant)] * 3
 
 
 def test_a_failed_request_leaves_the_queue() -> None:
