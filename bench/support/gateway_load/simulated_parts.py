@@ -38,10 +38,12 @@ class SimulatedParts:
     Args:
         folder: Has the logs of the processes.
         model: The model that gateways serve.
+        settings: Of every part and gateway.
     """
 
     folder: Path
     model: Path
+    settings: Mapping[str, str] = field(default_factory=dict)
     engine_port: int = field(default_factory=free_port)
     grpc_port: int = field(default_factory=free_port)
     services: dict[str, Service] = field(default_factory=dict)
@@ -53,7 +55,7 @@ class SimulatedParts:
             "stand_ins": [f"{_PROGRAMS}.stand_ins", f"{self.grpc_port}", f"{self.model}"],
         }
         for name, words in programs.items():
-            self.services[name] = _launch(self.folder, name, ["-m", *words], {})
+            self.services[name] = _launch(self.folder, name, ["-m", *words], self.settings)
         engine, stand_ins = self.services.values()
         engine.wait_until("serving", lambda: answers(f"http://{HOST}:{self.engine_port}/health"))
         stand_ins.wait_until("serving", lambda: "serving" in stand_ins.log.read_text())
@@ -73,6 +75,7 @@ class SimulatedParts:
             RAGCACHE_MODEL_NAME="tiny",
             RAGCACHE_MAX_MODEL_LEN="65536",
             RAGCACHE_MAX_QUESTIONS="4096",
+            **self.settings,
             **settings,
         )
         return self.services[name]
@@ -91,9 +94,9 @@ class SimulatedParts:
 
 
 @contextlib.contextmanager
-def simulated_parts(folder: Path) -> Generator[SimulatedParts, None, None]:
+def simulated_parts(folder: Path, **settings: str) -> Generator[SimulatedParts, None, None]:
     """Run the parts until the block ends, and stop the gateways that were started."""
-    parts = SimulatedParts(folder, make_tiny_model(folder / "model"))
+    parts = SimulatedParts(folder, make_tiny_model(folder / "model"), settings)
     try:
         parts.start()
         yield parts

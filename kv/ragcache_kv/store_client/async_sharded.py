@@ -27,11 +27,13 @@ from ragcache_kv.values.conversions import (
     to_lookup_request,
 )
 from ragcache_wire.channel import OPTIONS
+from ragcache_wire.peers.signed_channel import signed
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.tracing import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
 from ragcache_wire.watched.members import Members
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 T = TypeVar("T")
 
@@ -39,8 +41,8 @@ T = TypeVar("T")
 class AsyncStoreClient:
     """Client of the store at address ("host:port"), for one event loop."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+    def __init__(self, address: str, keys: SigningKeys | None = None) -> None:
+        self._channel = signed(grpc.aio.insecure_channel(address, options=OPTIONS), keys)
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
 
     async def close(self, grace_s: float | None = None) -> None:
@@ -81,10 +83,16 @@ class AsyncStoreClient:
 
 
 class AsyncShardedStore:
-    """Async client of every shard among members."""
+    """Async client of every shard among members.
 
-    def __init__(self, members: Members) -> None:
+    Args:
+        members: The shards.
+        keys: The platform's signing keys. None: calls carry no token.
+    """
+
+    def __init__(self, members: Members, keys: SigningKeys | None = None) -> None:
         self._members = members
+        self._keys = keys
         self._addresses: tuple[str, ...] = ()
         self._clients: dict[str, AsyncStoreClient] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -163,7 +171,9 @@ class AsyncShardedStore:
         if addresses is not self._addresses:
             self._addresses = addresses
             before = self._clients
-            self._clients = {name: before.get(name) or AsyncStoreClient(name) for name in addresses}
+            self._clients = {
+                name: before.get(name) or AsyncStoreClient(name, self._keys) for name in addresses
+            }
             for name in before.keys() - self._clients.keys():
                 # Running calls end at their deadlines, in the background.
                 task = asyncio.create_task(before[name].close(DELETE_TIMEOUT_S))

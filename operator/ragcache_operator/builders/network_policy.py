@@ -43,7 +43,6 @@ _EDGES: Final = (
 _OPERATOR_TARGETS: Final = (
     ("gateway", "admin"),
     ("retriever", "health"),
-    ("retriever", "grpc"),
     ("engine", "http"),
     ("cachestore", "health"),
 )

@@ -132,9 +132,9 @@ async def connect_services(
     """Build and start every service; stop them at the end."""
     settings, metrics = shared.settings, shared.metrics
     async with _Services() as services:
-        retriever = services.closing(RetrieverClient(settings.retriever))
+        retriever = services.closing(RetrieverClient(settings.retriever, settings.signing_key_file))
         health = services.closing(HealthClient("retriever", settings.retriever))
-        store = services.closing(AsyncShardedStore(settings.cachestore))
+        store = services.closing(AsyncShardedStore(settings.cachestore, settings.signing_key_file))
         tenant_queue = TenantQueue(tenant_weights(keys))
         services.closing(shared.usage).start(retriever, tenant_queue)
         removals = RemovalFeed(retriever)

@@ -10,10 +10,12 @@ import grpc
 import grpc.aio
 
 from ragcache_wire.channel import OPTIONS, with_options
+from ragcache_wire.peers.signed_channel import signed
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.tracing import current_metadata
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 SERVICE = "retriever"
 QUERY_TIMEOUT_S = 10.0
@@ -69,10 +71,13 @@ class RetrieverClient:
 
     Replicas may share the address. The client balances between them, and repeats reads that one of
     them could not answer.
+
+    Args:
+        keys: The platform's signing keys. None: calls carry no token.
     """
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(self, address: str, keys: SigningKeys | None = None) -> None:
+        self._channel = signed(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), keys)
         self._stub = retriever_pb2_grpc.RetrieverStub(self._channel)
 
     async def close(self) -> None:

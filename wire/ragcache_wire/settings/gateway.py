@@ -197,8 +197,9 @@ class GatewaySettings(ServiceSettings):
     signing_key_file: SigningKeyFile | None = setting(
         None, internal="The operator mounts the Secret with the keys."
     )
-    """Keys that the gateway signs reuse plans with, and the tokens with which it reads feeds. The
-    first one signs. The file is read again when it changes. Without it, nothing is signed."""
+    """Keys that the gateway signs reuse plans with, and the tokens with which it calls the other
+    parts. The first one signs. The file is read again when it changes. Without it, nothing is
+    signed."""
     api_keys_file: AbsolutePath | None = setting(
         None, internal="The operator mounts the Secret with the keys."
     )

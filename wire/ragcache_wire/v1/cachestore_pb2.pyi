@@ -1056,9 +1056,49 @@ class HelloReply(_message.Message):
 Global___HelloReply: _TypeAlias = HelloReply  # noqa: Y015
 
 @_typing.final
-class DataExtent(_message.Message):
+class DataChallenge(_message.Message):
     """Messages of the shared memory and TCP transports. ragcache_kv.transport.framing frames them."""
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHALLENGE_FIELD_NUMBER: _builtins.int
+    challenge: _builtins.bytes
+    """32 random bytes, for this connection alone"""
+    def __init__(
+        self,
+        *,
+        challenge: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataChallenge: _TypeAlias = DataChallenge  # noqa: Y015
+
+@_typing.final
+class DataCredential(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROOF_FIELD_NUMBER: _builtins.int
+    proof: _builtins.bytes
+    """ragcache_core.identity.peer_token; empty: the client has no key"""
+    def __init__(
+        self,
+        *,
+        proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["proof", b"proof"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataCredential: _TypeAlias = DataCredential  # noqa: Y015
+
+@_typing.final
+class DataExtent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DISK_FIELD_NUMBER: _builtins.int

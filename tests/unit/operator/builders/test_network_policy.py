@@ -149,7 +149,6 @@ INSIDE: set[tuple[str, str, int]] = {
     ("sync", "gateway", 8001),
     ("operator", "gateway", 8001),
     ("operator", "retriever", 8081),
-    ("operator", "retriever", 50051),
     ("operator", "engine-a", 8000),
     ("operator", "engine-b", 8000),
     *(("operator", shard, 8081) for shard in SHARDS),
