@@ -44,6 +44,7 @@ from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.engine_client import HealthClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
+from ragcache_wire.sandbox import sandbox_support
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.tracing import Tracer
 from ragcache_wire.watched.limits import Limits
@@ -156,6 +157,9 @@ async def connect_services(
         common = _Common(retriever, store, removals, view, RecentAnswers(), tenant_queue)
         chat, *others = [await _start_chat(services, shared, common, one) for one in models]
         extractor = services.closing(TextExtractor())
+        support = sandbox_support()
+        support.warn("readers of documents")
+        metrics.set_reader_protections(support)
         # Before the feed starts, so that its subscribers miss no removal.
         documents = _document_writer(common, deletes, [chat, *others])
         await removals.start()

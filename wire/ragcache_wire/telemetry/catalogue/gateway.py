@@ -96,6 +96,13 @@ SLOW_HEADERS: Final = counter(
     "{connection}",
     "Connections that were closed because the header of a request took too long.",
 )
+READER_PROTECTIONS: Final = gauge(
+    "ragcache.gateway.reader_protections",
+    "1",
+    "Whether the processes that read documents run with a protection, 1 or 0: landlock keeps them "
+    "from the files of the gateway, seccomp from the network and from other programs.",
+    one_of("protection", "landlock", "seccomp"),
+)
 CLIENT_DISCONNECTS: Final = counter(
     "ragcache.gateway.client_disconnects",
     "{request}",
