@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ragcache_core.identity.keys import ChunkKey, PrefixKey, VariantKey
-from ragcache_core.identity.variant import Miss, Origin, Tier, ValueShape, VariantInfo
+from ragcache_core.identity.variant import (
+    NO_INFLUENCE,
+    Influence,
+    Miss,
+    Origin,
+    Tier,
+    ValueShape,
+    VariantInfo,
+)
 
 MAX_KEYS = 4096
 """Bound of the keys, lookup keys, or names of one kind in one call."""
@@ -119,6 +127,7 @@ class StoredVariant:
         copies: Other shards ("host:port") that store it.
         wants_higher_precision: It is read often and stored with less precision than the policy
             gives it. The next full computation should be put.
+        influence: That of its origin, given with its prefix chunks.
     """
 
     key: VariantKey
@@ -128,6 +137,7 @@ class StoredVariant:
     prefix_chunks: tuple[ChunkKey, ...] = ()
     copies: tuple[str, ...] = ()
     wants_higher_precision: bool = False
+    influence: Influence = NO_INFLUENCE
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from ragcache_core.access.quota import DEFAULT_CACHED_TOKEN_PRICE, Quota
+from ragcache_core.access.reader import Reader, reader_of
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, domain_salt
 from ragcache_core.retrieval.filters import And, Filter
@@ -106,6 +107,11 @@ class Caller:
     def cache_salt(self) -> str | None:
         """Salt of its prompts in an engine's own prefix cache; None: shared with all callers."""
         return domain_salt(self.domain)
+
+    @property
+    def reader(self) -> Reader:
+        """What it may read, for the KV that its questions use."""
+        return reader_of(self.name, self.collections, self.filter)
 
     def may(self, scope: Scope) -> bool:
         """Whether its key has a scope."""

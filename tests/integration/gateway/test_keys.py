@@ -198,6 +198,23 @@ async def test_the_filter_of_a_key_applies_to_every_search(gateway: KeyedWorld) 
         assert [one.field.name for one in found.filter.all.filters] == ["public", "year"]
 
 
+async def test_a_plan_says_what_its_key_may_read_and_whose_text_it_has(
+    gateway: KeyedWorld,
+) -> None:
+    own = {"messages": [{"role": "system", "content": "Be brief."}, *QUESTION["messages"]]}
+    narrow = {"ragcache": {"filter": {"must": [{"key": "year", "match": {"value": 2024}}]}}}
+    for name, more in (("app", {}), ("red", {}), ("public", {}), ("public", narrow), ("app", own)):
+        assert (await ask(gateway, name, **more)).status_code == 200
+    app, red, public, narrowed, written = map(plan_of, gateway.engine.requests)
+    assert app.reader.reads_all
+    assert not public.reader.reads_all
+    assert app.reader.rights == red.reader.rights != public.reader.rights
+    assert app.reader.key != red.reader.key
+    assert narrowed.reader == public.reader, "a request's own filter takes no right away"
+    assert [one.own_head for one in (app, red, public, narrowed, written)] == [*[False] * 4, True]
+    assert {one.num_head for one in (app, red, public, narrowed, written)} <= {1, 2}
+
+
 async def test_only_the_key_sets_priority_and_salt(gateway: KeyedWorld) -> None:
     for name in ("app", "red", "blue"):
         body = {"priority": -99, "cache_salt": "mine"}
