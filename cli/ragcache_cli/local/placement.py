@@ -65,6 +65,7 @@ class LocalPlacement:
     capabilities = Capabilities.latest()
     owner = ""
     operator_namespace = None
+    source_networks = ()
     # Parts listen on loopback, so the gateway has one port, and needs no keys unless asked.
     is_cluster = False
 

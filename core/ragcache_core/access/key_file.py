@@ -88,6 +88,9 @@ _HASH_PREFIX: Final = "sha256:"
 _HASH: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY: Final = re.compile(r"rck-[A-Za-z0-9_-]{43}")
+_COLLECTION_KEY: Final = re.compile(
+    r"rck-sync\.([a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?)\.([A-Za-z0-9_-]{86})"
+)
 _FIELDS: Final = frozenset(
     {"name", "hash", "tenant", "scopes", "priority", "collections", "filter", "quota"}
 )
@@ -199,7 +202,7 @@ def builtin_table(hashes: Mapping[str, str]) -> KeyTable:
     """Return the keys of the platform's own components.
 
     Args:
-        hashes: ``operator`` and ``sync``, each with the hash of its key.
+        hashes: ``operator`` with the hash of its key.
 
     Raises:
         InvalidInput: A name is unknown, or a hash is wrong.
@@ -213,11 +216,43 @@ def builtin_table(hashes: Mapping[str, str]) -> KeyTable:
     return KeyTable(callers)
 
 
-BUILTIN_SCOPES: Final[Mapping[str, frozenset[Scope]]] = {
-    "operator": frozenset({Scope.ADMIN}),
-    "sync": frozenset({Scope.WRITE}),
-}
-"""Scopes of the components that call the gateway: the self-test, and syncs of collections."""
+BUILTIN_SCOPES: Final[Mapping[str, frozenset[Scope]]] = {"operator": frozenset({Scope.ADMIN})}
+"""Scopes of the components that call the gateway with one key: the self-test."""
+
+
+def collection_key(collection: str, sign: Callable[[bytes], bytes]) -> str:
+    """Return the key of the syncs of one collection: its name and a signature.
+
+    A gateway verifies it without a list of collections, and with nothing that is secret.
+
+    Args:
+        collection: A DNS label.
+        sign: Returns the 64 bytes of an Ed25519 signature.
+    """
+    signature = base64.urlsafe_b64encode(sign(_signed(collection))).rstrip(b"=").decode()
+    return f"{KEY_PREFIX}sync.{collection}.{signature}"
+
+
+def collection_caller(key: str, is_signed: Callable[[bytes, bytes], bool]) -> Caller | None:
+    """Return the caller of a collection's key, which may write this collection and no other.
+
+    Args:
+        is_signed: Whether a signature, the second argument, is that of the first one.
+
+    Returns:
+        None if it is no such key, or its signature is wrong.
+    """
+    match = _COLLECTION_KEY.fullmatch(key)
+    if match is None:
+        return None
+    collection, text = match.groups()
+    if not is_signed(_signed(collection), base64.urlsafe_b64decode(f"{text}==")):
+        return None
+    return Caller("sync", scopes=frozenset({Scope.WRITE}), collections=(collection,))
+
+
+def _signed(collection: str) -> bytes:
+    return f"ragcache-collection-key-1\0{collection}".encode()
 
 
 def _entries(document: Mapping[str, Any], section: str) -> list[Any]:

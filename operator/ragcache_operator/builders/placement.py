@@ -89,6 +89,11 @@ class PlatformPlacement(Protocol):
         ...
 
     @property
+    def source_networks(self) -> tuple[str, ...]:
+        """Networks that are not public, and that sources of collections may have."""
+        ...
+
+    @property
     def is_cluster(self) -> bool:
         """Whether other machines reach the platform, so that it needs keys and a second port."""
         ...
@@ -202,6 +207,7 @@ class ClusterPlacement:
     owner: str = ""
     operator_namespace: str | None = None
     component_keys: str | None = None
+    source_networks: tuple[str, ...] = ()
 
     @property
     def gateway_url(self) -> str:

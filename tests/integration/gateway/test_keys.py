@@ -16,6 +16,7 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.plan.segments import PIECE_TOKENS, checked_segments, plain_domain, prefix_pieces
+from ragcache_operator.builders.keys import ComponentKeys
 from ragcache_wire.watched import watched_file
 from tests.kit.gateway import (
     BUILTIN,
@@ -57,8 +58,10 @@ class KeyedWorld(World):
     real_store: ServedStore
 
 
-def keyed_world(store: ServedStore, file: Path) -> KeyedWorld:
-    settings = CONFIG.replace(api_keys_file=file, builtin_keys=BUILTIN)
+def keyed_world(
+    store: ServedStore, file: Path, builtin: Sequence[tuple[str, str]] = BUILTIN
+) -> KeyedWorld:
+    settings = CONFIG.replace(api_keys_file=file, builtin_keys=tuple(builtin))
     world = KeyedWorld(settings, shards=(store.address,))
     world.real_store = store
     return world
@@ -411,3 +414,33 @@ async def test_requests_and_tokens_are_counted_by_tenant(gateway: KeyedWorld) ->
     times = "ragcache_gateway_tenant_time_to_first_token_seconds_count"
     assert f'{times}{{tenant="red"}} 1.0' in lines
     assert 'tenant="blue"' not in page
+
+
+async def test_a_syncs_key_reaches_its_own_collection_only(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    keys = ComponentKeys(bytes(range(32)))
+    pairs = (part.partition("=") for part in keys.hashes("uid").split(","))
+    builtin = [(name, text) for name, _, text in pairs]
+    file = write_keys(tmp_path / "keys.toml", ENTRIES)
+    with serving(tmp_path / "kv") as store:
+        async with AsyncExitStack() as stack:
+            world = keyed_world(store, file, builtin)
+            await world.start(stack, tiny_model)
+            own = {"Authorization": f"Bearer {keys.collection_key('faq', 'uid')}"}
+            foreign = {"Authorization": f"Bearer {keys.collection_key('faq', 'other')}"}
+            put = {**DOCUMENT, "collection": "faq"}
+            call = world.client.request
+            detail(await call("POST", "/v1/documents", json=put, headers=foreign), 401)
+            assert (await call("POST", "/v1/documents", json=put, headers=own)).is_success
+            others = "/v1/documents/d?collection=default"
+            for method, path, body in (
+                ("POST", "/v1/documents", DOCUMENT),
+                ("GET", "/v1/documents?collection=default", None),
+                ("DELETE", others, None),
+                ("PATCH", "/v1/collections/default", {}),
+                ("DELETE", "/v1/collections/default", None),
+                ("POST", "/v1/chat/completions", QUESTION),
+                ("GET", "/v1/backup", None),
+            ):
+                detail(await call(method, path, json=body, headers=own), 403)

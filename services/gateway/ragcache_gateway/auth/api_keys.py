@@ -7,14 +7,27 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
 from ragcache_core.access.caller import Caller
-from ragcache_core.access.key_file import KeyTable, builtin_table, parse_key_file
+from ragcache_core.access.key_file import (
+    KeyTable,
+    builtin_table,
+    collection_caller,
+    parse_key_file,
+)
 from ragcache_core.errors import InvalidInput
 from ragcache_wire.rest_fields.filters import read_filter
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.watched.watched_file import WatchedFile
 
 _VARIABLE: Final = "RAGCACHE_API_KEYS_FILE"
+SYNC: Final = "sync"
+"""Name of the public key that verifies the keys of collections."""
+
+IsSigned = Callable[[bytes, bytes], bool]
+"""Whether the operator has signed a message: the message, and its signature."""
 
 
 class ApiKeys:
@@ -26,10 +39,15 @@ class ApiKeys:
     Args:
         path: Path of the file (``access.key_file``).
         builtin: Keys of the platform's own components.
+        is_signed: Whether the operator has signed some bytes; None: it signs no keys.
     """
 
     def __init__(
-        self, path: Path, builtin: KeyTable, clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        builtin: KeyTable,
+        is_signed: IsSigned | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         try:
             table = _parse(path.read_bytes())
@@ -41,11 +59,15 @@ class ApiKeys:
             path, _parse, table, name="api keys", describe=_describe, clock=clock
         )
         self._builtin = builtin
+        self._is_signed = is_signed
         self._weights = (table, table.weights)
 
     def find(self, key: str) -> Caller | None:
         """Return the caller of a key, or None for an unknown key."""
-        return self._file.current().find(key) or self._builtin.find(key)
+        found = self._file.current().find(key) or self._builtin.find(key)
+        if found is None and self._is_signed is not None:
+            return collection_caller(key, self._is_signed)
+        return found
 
     def weights(self) -> Mapping[str | None, float]:
         """Return the weights of the tenants that have a key now; None: callers without one."""
@@ -67,7 +89,38 @@ def api_keys(settings: GatewaySettings) -> ApiKeys | None:
     """
     if settings.api_keys_file is None:
         return None
-    return ApiKeys(settings.api_keys_file, builtin_table(dict(settings.builtin_keys)))
+    builtin = dict(settings.builtin_keys)
+    public_key = builtin.pop(SYNC, None)
+    is_signed = None if public_key is None else signature_check(public_key)
+    return ApiKeys(settings.api_keys_file, builtin_table(builtin), is_signed)
+
+
+def signature_check(text: str) -> IsSigned:
+    """Return the check of the operator's signatures.
+
+    Args:
+        text: Its public key, as ``ed25519:HEX``.
+
+    Raises:
+        InvalidInput: The text is no such key.
+    """
+    kind, _, digits = text.partition(":")
+    try:
+        public_key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(digits))
+    except ValueError:
+        kind = ""
+    if kind != "ed25519":
+        fix = "use ed25519: and 64 hexadecimal digits"
+        raise InvalidInput("builtin keys", f"has no public key for {SYNC!r}", fix)
+
+    def is_signed(message: bytes, signature: bytes) -> bool:
+        try:
+            public_key.verify(signature, message)
+        except InvalidSignature:
+            return False
+        return True
+
+    return is_signed
 
 
 def tenant_weights(keys: ApiKeys | None) -> Callable[[], Mapping[str | None, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,8 @@ from ragcache_core.access.caller import (
 from ragcache_core.access.key_file import (
     KeyTable,
     builtin_table,
+    collection_caller,
+    collection_key,
     entry_text,
     hash_text,
     key_of,
@@ -231,15 +234,35 @@ def test_the_tenants_of_a_table_are_those_of_its_keys() -> None:
     assert parse(entry() + second).tenants == {"blue"}
 
 
-def test_components_have_keys_with_their_scopes() -> None:
-    table = builtin_table({"operator": hash_text(KEY), "sync": hash_text(OTHER)})
-    operator, sync = table.find(KEY), table.find(OTHER)
+def test_the_operator_has_a_key_with_all_scopes() -> None:
+    operator = builtin_table({"operator": hash_text(KEY)}).find(KEY)
     assert operator is not None
     assert operator.may(Scope.ASK)
-    assert sync is not None
-    assert not sync.may(Scope.ADMIN)
     with pytest.raises(InvalidInput, match="has no 'root'"):
         builtin_table({"root": hash_text(KEY)})
+
+
+def sign(message: bytes) -> bytes:
+    return hashlib.sha512(b"secret" + message).digest()
+
+
+def is_signed(message: bytes, signature: bytes) -> bool:
+    return sign(message) == signature
+
+
+def test_a_collections_key_may_write_this_collection_only() -> None:
+    caller = collection_caller(collection_key("faq", sign), is_signed)
+    assert caller is not None
+    assert caller.scopes == {Scope.WRITE}
+    assert caller.may_use("faq")
+    assert not any(map(caller.may_use, ("default", "faq2", "", "*")))
+
+
+@pytest.mark.parametrize("name", ["default", "faq-2", "f*", "*", "", "a.b", "x" * 64])
+def test_a_signature_is_of_one_collection(name: str) -> None:
+    key = collection_key("faq", sign).replace("sync.faq.", f"sync.{name}.")
+    assert collection_caller(key, is_signed) is None
+    assert collection_caller(KEY, is_signed) is None
 
 
 @pytest.mark.parametrize("num_tenants", [0, 1, MAX_NAMED_TENANTS, MAX_NAMED_TENANTS + 1, 300])

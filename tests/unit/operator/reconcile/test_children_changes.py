@@ -53,7 +53,7 @@ PART_POLICIES = " ".join(
     f"NetworkPolicy/{part}" for part in ("gateway", "retriever", "engine", "cachestore")
 )
 HUB_POLICIES = "NetworkPolicy/gateway NetworkPolicy/retriever NetworkPolicy/engine"
-PROXY_POLICIES = f"{HUB_POLICIES} NetworkPolicy/cachestore"
+PROXY_POLICIES = f"{HUB_POLICIES} NetworkPolicy/cachestore NetworkPolicy/sync"
 
 # Field: its new value, the workloads that roll out, the other children that change.
 CHANGES: dict[str, tuple[Any, str, str]] = {
