@@ -26,10 +26,11 @@ called so: a tenant's name begins with a letter or a digit."""
 
 
 class Scope(StrEnum):
-    """What a key allows. ``admin`` includes the others."""
+    """What a key allows. ``admin`` includes the others, and no other one includes another."""
 
     ASK = "ask"  # questions, searches and models
     WRITE = "write"  # documents and collections
+    VIEW = "view"  # the state of the platform, and no text of documents
     ADMIN = "admin"  # everything
 
 
@@ -113,9 +114,9 @@ class Caller:
         """What it may read, for the KV that its questions use."""
         return reader_of(self.name, self.collections, self.filter)
 
-    def may(self, scope: Scope) -> bool:
-        """Whether its key has a scope."""
-        return scope in self.scopes or Scope.ADMIN in self.scopes
+    def may(self, *scopes: Scope) -> bool:
+        """Whether its key has one of these scopes."""
+        return Scope.ADMIN in self.scopes or not self.scopes.isdisjoint(scopes)
 
     def may_use(self, collection: str) -> bool:
         """Whether it may name a collection."""

@@ -17,7 +17,8 @@ The file is TOML. It has no keys, only their digests, so a reader of the file ca
     weight = 2
     quota = { tokens_per_day = 5000000 }
 
-A first line ``cached_token_price = 0.1`` says what a cached token counts in quotas.
+A first line ``cached_token_price = 0.1`` says what a cached token counts in quotas. A file with
+``keys = []`` lets no caller in. One without any ``keys`` may also be a file that lost them.
 
 A key has 256 random bits, too many to find one by trying. So neither a salt nor a slow hash would
 add anything. A salt would only require one hash for each entry and request.
@@ -31,7 +32,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ragcache_core.access.caller import (
@@ -108,9 +109,13 @@ class KeyTable:
 
     A look-up hashes what a client sends and finds the digest in a dictionary. What the time of that
     tells of a stored digest is of no use: a client cannot choose the digest of what it sends.
+
+    Attributes:
+        names_keys: Whether the file has ``keys``, be it an empty list.
     """
 
     callers: Mapping[bytes, Caller]
+    names_keys: bool = field(default=True, compare=False)
 
     def find(self, key: str) -> Caller | None:
         """Return the caller of a key, or None if no entry has it."""
@@ -195,7 +200,21 @@ def parse_key_file(content: bytes, read_filter: ReadFilter) -> KeyTable:
             else:
                 caller = replace(caller, is_named=False)
         callers[digest] = caller
-    return KeyTable(callers)
+    return KeyTable(callers, "keys" in document)
+
+
+def replacing(table: KeyTable, before: KeyTable) -> KeyTable:
+    """Return a table that replaces another one.
+
+    Raises:
+        InvalidInput: The file has lost all keys, and does not say that it should have none.
+    """
+    if before.callers and not table.callers and not table.names_keys:
+        problem = f"are missing, and there were {len(before.callers)}"
+        raise InvalidInput(
+            "keys", problem, "add an entry, or write `keys = []` to let no caller in"
+        )
+    return table
 
 
 def builtin_table(hashes: Mapping[str, str]) -> KeyTable:

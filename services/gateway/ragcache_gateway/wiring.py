@@ -139,7 +139,9 @@ async def connect_services(
         tenant_queue = TenantQueue(tenant_weights(keys))
         services.closing(shared.usage).start(retriever, tenant_queue)
         removals = RemovalFeed(retriever)
-        domains = TenantDomains(keys, retriever)
+        domains = TenantDomains(keys, retriever, settings.tenant_grace_s)
+        if keys is not None:
+            metrics.keys_stale.set_function(lambda: float(keys.is_stale()))
         deletes = services.started(
             DeleteSender(DigestSpaces.of(shared.models), domains.current, retriever, store, metrics)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from ragcache_core.planner.request_plan import EngineRole
 from ragcache_wire.settings.field_types import (
     AbsolutePath,
     Address,
+    ByteQuantity,
     Count,
     HostNames,
     HttpUrl,
@@ -166,6 +168,12 @@ def _models(value: str | Sequence[ModelSettings]) -> tuple[ModelSettings, ...]:
     return _MODELS.validate_json(value) if isinstance(value, str) else tuple(value)
 
 
+def _audit_target(value: str | None) -> str | None:
+    if value is not None and value != "stdout" and not os.path.isabs(value):
+        raise ValueError("neither stdout nor an absolute path")
+    return value
+
+
 class GatewaySettings(ServiceSettings):
     """What the gateway reads from its environment."""
 
@@ -209,6 +217,20 @@ class GatewaySettings(ServiceSettings):
         (), internal="The operator has keys for its self-test and for syncs."
     )
     """Hashes of the keys of the platform's own components, beside those of the file."""
+    audit: (
+        Annotated[
+            str,
+            PlainValidator(_audit_target),
+            Accepts("stdout, or the absolute path of a file"),
+        ]
+        | None
+    ) = setting(None, internal="The operator chooses the place by spec.gateway.audit.")
+    """Where the audit log goes: standard output, or a file that is only appended to. Without it,
+    there is no audit log. While it cannot be written, the gateway changes no documents."""
+    audit_max_bytes: ByteQuantity = setting(1 << 30, spec="spec.gateway.audit.maxSize")
+    """Most bytes of the files of the audit log. The oldest file is deleted above it."""
+    tenant_grace_s: SecondsOrZero = setting(900.0, internal=_BOUND)
+    """Time from the last key of a tenant to the deletion of its KV."""
     limits_file: AbsolutePath | None = setting(
         None, internal="The operator mounts the file with spec.gateway.limits."
     )

@@ -28,7 +28,7 @@ MAX_EMBEDDER_THREADS: Final = 256
 MAX_DEFAULT_THREADS: Final = 8
 """Most threads of an embedder in the retriever by default. Beyond, Python's lock limits them."""
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[0-9a-f]{40})?", re.ASCII)
 
 
 def _embedder(value: str) -> str:
@@ -82,8 +82,8 @@ class RetrieverSettings(ServiceSettings):
         str,
         AfterValidator(_embedder),
         Accepts(
-            f"{BUNDLED_EMBEDDER}, path:FOLDER with an absolute path, hf:ORGANISATION/NAME, or the "
-            "base URL of an OpenAI-compatible endpoint"
+            f"{BUNDLED_EMBEDDER}, path:FOLDER with an absolute path, hf:ORGANISATION/NAME with or "
+            "without @COMMIT, or the base URL of an OpenAI-compatible endpoint"
         ),
     ] = setting(BUNDLED_EMBEDDER, spec="spec.retriever.embedder.source")
     """What turns text into vectors: the bundled model, another model in the form of

@@ -16,6 +16,7 @@ from ragcache_core.access.key_file import (
     builtin_table,
     collection_caller,
     parse_key_file,
+    replacing,
 )
 from ragcache_core.errors import InvalidInput
 from ragcache_wire.rest_fields.filters import read_filter
@@ -34,7 +35,7 @@ class ApiKeys:
     """Callers by their key: those of the file, and the platform's own components.
 
     The constructor raises InvalidInput if it cannot read the file. If a later read fails, the keys
-    stay as they were, and the log has a warning.
+    stay as they were, the log has a warning, and ``is_stale`` is true.
 
     Args:
         path: Path of the file (``access.key_file``).
@@ -55,8 +56,9 @@ class ApiKeys:
             raise InvalidInput(
                 _VARIABLE, f"names a file that cannot be read: {error}", "name a file of keys"
             ) from error
+        self._last = table
         self._file = WatchedFile(
-            path, _parse, table, name="api keys", describe=_describe, clock=clock
+            path, self._parse_again, table, name="api keys", describe=_describe, clock=clock
         )
         self._builtin = builtin
         self._is_signed = is_signed
@@ -75,6 +77,15 @@ class ApiKeys:
         if table is not self._weights[0]:
             self._weights = (table, table.weights)
         return self._weights[1]
+
+    def is_stale(self) -> bool:
+        """Whether the file is missing or wrong now, so that the keys before it stay in use."""
+        self._file.current()
+        return self._file.is_stale
+
+    def _parse_again(self, content: bytes) -> KeyTable:
+        self._last = replacing(_parse(content), self._last)
+        return self._last
 
     def tenants(self) -> frozenset[str]:
         """Return every tenant that has a key now."""

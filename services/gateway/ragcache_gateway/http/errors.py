@@ -17,6 +17,7 @@ from ragcache_core.access.caller import NotAllowed, Scope
 from ragcache_core.cost.retry_after import jitter
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
 from ragcache_gateway.admission.refusal import Refused
+from ragcache_gateway.shown_address import shown
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -85,13 +86,15 @@ class MissingScope(RagCacheError):
 
     Args:
         name: Name of the key.
+        allowed: The scopes of which it needs one.
     """
 
-    def __init__(self, name: str, scope: Scope) -> None:
+    def __init__(self, name: str, allowed: Sequence[Scope]) -> None:
+        scopes = " or ".join(allowed)
         super().__init__(
-            f"Authorization: the key {name!r} lacks the scope {scope}; use another key"
+            f"Authorization: the key {name!r} lacks the scope {scopes}; use another key"
         )
-        self.scope = scope
+        self.scope = allowed[0]
 
 
 class Forbidden(RagCacheError):
@@ -185,17 +188,18 @@ def to_http(error: RagCacheError, recovery_s: float = 0.0) -> HttpError:
             http = HttpError(403, error_body(str(error), "permission_error", error.field, code))
         case Unavailable():
             body = error_body(
-                f"{error}; try again",
+                f"{shown(str(error))}; try again",
                 "service_unavailable_error",
                 code=f"{error.component}_unavailable",
             )
             http = HttpError(503, body, retry_headers(max(error.retry_after_s, recovery_s)))
         case Refused():
-            body = error_body(str(error), error.kind, error.field, error.reason)
+            body = error_body(shown(str(error)), error.kind, error.field, error.reason)
             headers = retry_headers(error.retry_after_s, is_predicted=error.is_predicted)
             http = HttpError(error.status, body, headers)
         case _:
-            http = HttpError(500, error_body(str(error), "server_error", code="internal_error"))
+            text = shown(str(error))
+            http = HttpError(500, error_body(text, "server_error", code="internal_error"))
     return http
 
 

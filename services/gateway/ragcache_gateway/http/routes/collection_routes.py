@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from ragcache_gateway.audit.notes import note_counts
 from ragcache_gateway.documents.schema import (
     CollectionDeleted,
     CollectionIn,
@@ -62,4 +63,5 @@ async def delete_collection(name: Text, services: Services, caller: Asking) -> C
     """Delete the documents and the stored KV of their chunks."""
     caller.check_collection(name)
     documents, removed = await services.documents.delete_collection(name)
+    note_counts(deleted=documents)
     return CollectionDeleted(name=name, documents=documents, removed_variants=removed)

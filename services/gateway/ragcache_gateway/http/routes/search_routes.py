@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
+from ragcache_gateway.audit.notes import note_collection, note_documents
 from ragcache_gateway.chat.search import search_to_final_stage
 from ragcache_gateway.documents.search_schema import (
     SearchAnswer,
@@ -26,6 +27,7 @@ async def search(
     request: Request, body: SearchRequest, services: Services, caller: Asking
 ) -> SearchAnswer:
     """Return the hits that an answer would use, with the scores of each part of the search."""
+    note_collection(body.collection)
     caller.check_collection(body.collection)
     record_reading(services.chat.tracer, body.query)
     wanted = body.to_search(body.query, caller)
@@ -33,6 +35,7 @@ async def search(
         request.receive,
         search_to_final_stage(services.retriever, wanted, keeps_stages=body.stages),
     )
+    note_documents(body.collection, (hit.chunk.document_id for hit in found.hits))
     return SearchAnswer(
         data=[hit_out(hit) for hit in found.hits],
         stages=[stage_out(stage) for stage in found.kept_stages] if body.stages else None,
