@@ -279,7 +279,8 @@ class GatewayLimitsSpec(ManifestModel):
     """Maximum time from sending a prompt to an engine to the first token of the answer. It includes
     the time in the engine's queue. The gateway then answers with 503."""
     connections: Annotated[int, Field(ge=16, le=1_000_000)] = 4096
-    """Maximum number of connections at once, on each of the two ports. The gateway answers one more
+    """Maximum number of connections at once, on each of the two ports. A client's address gets at
+    most half of them. The gateway answers one more
     with 503."""
     next_token_timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
     """Maximum time from one token of an answer to the next. The gateway then ends the answer with

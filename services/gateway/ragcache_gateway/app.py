@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
+from ragcache_core.access.json_bounds import question_max_bytes
 from ragcache_core.access.server_names import ServerNames
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_gateway.admission.quotas import RATE_LIMIT_HEADERS, Quotas
@@ -30,13 +31,14 @@ from ragcache_gateway.auth.api_keys import api_keys, tenant_weights
 from ragcache_gateway.console import console_routes
 from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.http.errors import error_body, from_status, from_validation, response_to
+from ragcache_gateway.http.json_body import LargeBodies
 from ragcache_gateway.http.middleware.access_log import AccessLog
 from ragcache_gateway.http.middleware.audit_trail import (
     REQUEST_ID_HEADER,
     AuditGate,
     AuditTrail,
 )
-from ragcache_gateway.http.middleware.body_limit import BodyLimit
+from ragcache_gateway.http.middleware.body_limit import BodyLimit, BodyLimits
 from ragcache_gateway.http.middleware.browser_guard import BrowserGuard
 from ragcache_gateway.http.middleware.key_check import KeyCheck, PortGuard
 from ragcache_gateway.http.middleware.plain_path import PlainPath
@@ -163,13 +165,15 @@ def create_app(
     weights = tenant_weights(keys)
     pools = RequestPools(settings, limits, metrics, weights)
     # The middleware added last is the outermost.
-    app.add_middleware(
-        BodyLimit,
-        pools=pools,
-        max_bytes=settings.body_max_bytes,
-        timeout_s=settings.body_timeout_s,
-    )
     app.add_middleware(RequestLimit, pools=pools, quotas=Quotas(usage), metrics=metrics)
+    max_model_len = max(one.served.max_model_len for one in models)
+    app.state.large_bodies = LargeBodies(max_model_len)
+    body_limits = BodyLimits(
+        settings.body_max_bytes,
+        min(settings.body_max_bytes, question_max_bytes(max_model_len)),
+        settings.body_timeout_s,
+    )
+    app.add_middleware(BodyLimit, pools=pools, limits=body_limits)
     if audit is not None:
         app.add_middleware(AuditGate, log=audit)
     app.add_middleware(KeyCheck, keys=keys, names=_server_names(settings))

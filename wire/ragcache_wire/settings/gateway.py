@@ -338,16 +338,19 @@ class GatewaySettings(ServiceSettings):
     its answers slower. If all would be, the gateway answers with 429. Without it there is no such
     limit."""
     max_connections: Limit = setting(4096, spec="spec.gateway.limits.connections")
-    """Connections at once, of each address. The gateway answers one more with 503."""
+    """Connections at once, of each port. A client's address gets at most half of them, and as many
+    as it leaves free. The gateway answers one more with 503."""
     header_timeout_s: Seconds = setting(10.0, internal=_BOUND)
     """Time for the header of a request to arrive, from its first byte or the connection."""
     body_max_bytes: Count = setting(8 << 20, internal=_BOUND)
-    """Size of one request's body."""
+    """Size of one request's body. A question is bounded by what the model holds, too: 16 characters
+    for each token, and 256 KiB."""
     bodies_max_bytes: Count = setting(64 << 20, internal=_BOUND)
-    """Size of all bodies in memory at once, of questions and of document requests each. The gateway
-    answers a body over it with 429."""
+    """Size of all bodies in memory at once, of questions and of document requests each. A key gets
+    at most as much as it leaves free. The gateway answers a body over it with 429."""
     body_timeout_s: Seconds = setting(60.0, internal=_BOUND)
-    """Time for the whole body of a request to arrive."""
+    """Time for the largest body to arrive. Smaller ones have 10 s, and the rest by their size. The
+    gateway answers a slower one with 408."""
     send_timeout_s: Seconds = setting(60.0, internal=_BOUND)
     """Time for a client to take one event of a stream, before the gateway drops the client."""
     engine_connect_timeout_s: Seconds = setting(2.0, internal=_BOUND)

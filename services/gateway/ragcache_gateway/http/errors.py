@@ -97,6 +97,17 @@ class MissingScope(RagCacheError):
         self.scope = allowed[0]
 
 
+class TooSlow(RagCacheError):
+    """A body did not arrive in time.
+
+    Args:
+        time_s: The seconds that it had.
+    """
+
+    def __init__(self, time_s: float) -> None:
+        super().__init__(f"body: did not arrive within {time_s:g} s; send it faster")
+
+
 class Forbidden(RagCacheError):
     """A browser's request that the settings do not allow.
 
@@ -163,6 +174,10 @@ def to_http(error: RagCacheError, recovery_s: float = 0.0) -> HttpError:
         case TooLarge():
             body = error_body(str(error), "invalid_request_error", error.field, "too_large")
             http = HttpError(413, body)
+        case TooSlow():
+            body = error_body(str(error), "timeout_error", "body", "body_timeout")
+            # What is left of the body must not be read as the next request.
+            http = HttpError(408, body, {"Connection": "close"})
         case InvalidInput():
             body = error_body(str(error), "invalid_request_error", error.field, "invalid_value")
             http = HttpError(400, body)
@@ -215,11 +230,6 @@ def from_status(status: int, method: str, path: str, detail: str) -> HttpError:
             )
             body = error_body(message, "invalid_request_error", "method", "method_not_allowed")
             return HttpError(405, body)
-        case 400:
-            message = "body: cannot be read as JSON in UTF-8; send a JSON object"
-            return HttpError(
-                400, error_body(message, "invalid_request_error", "body", "invalid_json")
-            )
         case _:
             return HttpError(status, error_body(detail, "invalid_request_error"))
 
@@ -231,9 +241,6 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> InvalidInput:
     kind, message, context = str(error["type"]), str(error["msg"]), error.get("ctx") or {}
     if kind == "ragcache":
         return InvalidInput(path, context["problem"], context["fix"])
-    if kind == "json_invalid":
-        problem = f"is not valid JSON ({context.get('error', message)})"
-        return InvalidInput("body", problem, "send a JSON object")
     if kind in _PROBLEMS:
         problem, fix = _PROBLEMS[kind]
         if path == "body":

@@ -15,7 +15,7 @@ from typing import Final
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragcache_core.access.caller import Caller
+from ragcache_core.access.caller import ANYONE, Caller
 from ragcache_core.access.endpoints import is_console_path
 from ragcache_core.cost.retry_after import SlotForecast
 from ragcache_core.scheduling.admission import RefusalCode
@@ -91,6 +91,7 @@ class RequestPool:
         self._gauge = metrics.in_flight.labels(name)
         self._forecast = SlotForecast()
         self._held: Counter[str | None] = Counter()  # slots by tenant
+        self._body_bytes: Counter[str] = Counter()  # by the name of the key
         self._num_requests = 0
         self._sum_started = 0.0
 
@@ -122,14 +123,27 @@ class RequestPool:
         now = time.monotonic()
         self._forecast.record(now, now - started)
 
-    def take_body_bytes(self, num_bytes: int) -> None:
-        """Take memory for a part of a body. Raises Refused."""
-        if num_bytes > self._free_body_bytes:
+    def take_body_bytes(self, caller: Caller, num_bytes: int) -> None:
+        """Take memory for a part of a body.
+
+        A key gets at most as much as it leaves free, so that no key takes the memory of all others.
+        Source: dynamic thresholds (Choudhury and Hahne, IEEE/ACM Transactions on Networking 1998).
+
+        Raises:
+            Refused: There is not as much, or the key has its part.
+        """
+        taken = self._body_bytes[caller.name] + num_bytes
+        free = self._free_body_bytes
+        if num_bytes > free or (caller is not ANYONE and taken > free):
             raise self._full(f"too many large {self._name} requests", time.monotonic())
+        self._body_bytes[caller.name] = taken
         self._free_body_bytes -= num_bytes
 
-    def return_body_bytes(self, num_bytes: int) -> None:
+    def return_body_bytes(self, caller: Caller, num_bytes: int) -> None:
         """Return the memory of a body."""
+        self._body_bytes[caller.name] -= num_bytes
+        if not self._body_bytes[caller.name]:
+            del self._body_bytes[caller.name]
         self._free_body_bytes += num_bytes
 
     def _count(self, requests: int, started: float) -> None:

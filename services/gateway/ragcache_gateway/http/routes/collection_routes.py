@@ -12,11 +12,14 @@ from ragcache_gateway.documents.schema import (
     CollectionOut,
     collection_out,
 )
+from ragcache_gateway.http.json_body import JsonRoute
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import Asking, Services
 from ragcache_wire.rest_fields.fields import Text
 
-router = APIRouter(tags=["collections"], responses={**ERRORS, **UPSTREAM_ERRORS})
+router = APIRouter(
+    route_class=JsonRoute, tags=["collections"], responses={**ERRORS, **UPSTREAM_ERRORS}
+)
 
 
 @router.get("/v1/collections", summary="List collections")

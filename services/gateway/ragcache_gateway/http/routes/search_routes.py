@@ -15,11 +15,12 @@ from ragcache_gateway.documents.search_schema import (
 )
 from ragcache_gateway.explain.explanation import to_ms
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
+from ragcache_gateway.http.json_body import JsonRoute
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import Asking, Services
 from ragcache_gateway.telemetry.spans import record_reading
 
-router = APIRouter(tags=["search"], responses={**ERRORS, **UPSTREAM_ERRORS})
+router = APIRouter(route_class=JsonRoute, tags=["search"], responses={**ERRORS, **UPSTREAM_ERRORS})
 
 
 @router.post("/v1/search", summary="Search without an answer")

@@ -15,6 +15,7 @@ from ragcache_core.quality.report import Verdict
 from ragcache_gateway.explain.tree_outline import DEFAULT_OUTLINED, MAX_OUTLINED, TreeOutline
 from ragcache_gateway.http.component_watch import Answering, NotAnswering, not_ready_message
 from ragcache_gateway.http.errors import ErrorDetail, retry_headers
+from ragcache_gateway.http.json_body import JsonRoute
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.server import Drain
 from ragcache_gateway.http.services import Asking, GatewayServices, Services
@@ -23,7 +24,7 @@ from ragcache_gateway.shown_address import shown
 from ragcache_gateway.telemetry.cache import CacheSummary, summarize_cache
 from ragcache_wire.telemetry.metric_registry import exposition
 
-router = APIRouter(tags=["status"])
+router = APIRouter(route_class=JsonRoute, tags=["status"])
 
 
 class Alive(BaseModel):
