@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, cast
@@ -227,13 +228,16 @@ class AnswerClient(asyncio.Protocol):
     def __init__(self, request: bytes) -> None:
         self._request = request
         self._received = bytearray()
-        self._answered: asyncio.Future[bool]
+        self._answered: asyncio.Future[int | None] | None = None
+        self._is_lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    async def ask(self) -> bool:
-        """Ask once. Return whether the answer has the status 200."""
+    async def ask(self) -> int | None:
+        """Ask once. Return the status; None: the connection was closed before the answer."""
+        if self._is_lost:
+            return None
         self._answered = asyncio.get_running_loop().create_future()
         self._received.clear()
         self._transport.write(self._request)
@@ -244,12 +248,16 @@ class AnswerClient(asyncio.Protocol):
         head, separator, body = self._received.partition(b"\r\n\r\n")
         if separator:
             found = re.search(rb"(?i)content-length: ?(\d+)", head)
-            if found and len(body) >= int(found[1]) and not self._answered.done():
-                self._answered.set_result(head.startswith(b"HTTP/1.1 200"))
+            if found and len(body) >= int(found[1]):
+                self._end(int(head.split(b" ", 2)[1]))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self._answered.done():
-            self._answered.set_result(False)
+        self._is_lost = True
+        self._end(None)
+
+    def _end(self, status: int | None) -> None:
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(status)
 
     def close(self) -> None:
         self._transport.close()
@@ -287,7 +295,7 @@ async def run_answers(
         _, client = await loop.create_connection(lambda: AnswerClient(request), host, port)
         while left > 0:
             left -= 1
-            failed += not await client.ask()
+            failed += await client.ask() != HTTPStatus.OK
         client.close()
 
     await asyncio.gather(*(one_connection() for _ in range(num_connections)))

@@ -55,10 +55,14 @@ class TenantRules:
     Attributes:
         weight: Of its share while tenants compete: one of 2 gets twice as much as one of 1.
         quota: The most that all of its keys may use together.
+        max_concurrent: Most requests that a gateway answers at once; None: not limited.
+        reserved_share: Share of a gateway's slots that other tenants never take.
     """
 
     weight: float = 1.0
     quota: Quota = ()
+    max_concurrent: int | None = None
+    reserved_share: float = 0.0
 
 
 DEFAULT_RULES: Final = TenantRules()
@@ -79,6 +83,7 @@ class Caller:
         quota: The most that the key may use.
         rules: Of its tenant.
         cached_token_price: What a cached token counts in quotas.
+        max_concurrent: Most requests of the key that a gateway answers at once; None: not limited.
     """
 
     name: str
@@ -91,6 +96,7 @@ class Caller:
     quota: Quota = ()
     rules: TenantRules = DEFAULT_RULES
     cached_token_price: float = DEFAULT_CACHED_TOKEN_PRICE
+    max_concurrent: int | None = None
 
     @property
     def tenant_label(self) -> str:

@@ -11,11 +11,14 @@ The file is TOML. It has no keys, only their digests, so a reader of the file ca
     collections = ["team-a-*"]     # optional
     filter = { must = [{ key = "public", match = { value = true } }] }  # optional
     quota = { requests_per_minute = 600, tokens_per_month = 50000000 }  # optional
+    max_concurrent = 32            # optional
 
     [[tenants]]                    # optional, as is each field but the name
     name = "team-a"
     weight = 2
     quota = { tokens_per_day = 5000000 }
+    max_concurrent = 64
+    reserved_share = 0.1
 
 A first line ``cached_token_price = 0.1`` says what a cached token counts in quotas. A file with
 ``keys = []`` lets no caller in. One without any ``keys`` may also be a file that lost them.
@@ -84,6 +87,10 @@ KEY_BYTES: Final = 32
 MAX_KEYS: Final = 4096
 MAX_PRIORITY: Final = 1000
 MAX_WEIGHT: Final = 1000.0
+MAX_CONCURRENT: Final = 1_000_000
+MAX_RESERVED: Final = 0.8
+"""Most that all reserved shares are together."""
+
 
 _HASH_PREFIX: Final = "sha256:"
 _HASH: Final = re.compile(r"sha256:[0-9a-f]{64}")
@@ -92,10 +99,11 @@ _KEY: Final = re.compile(r"rck-[A-Za-z0-9_-]{43}")
 _COLLECTION_KEY: Final = re.compile(
     r"rck-sync\.([a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?)\.([A-Za-z0-9_-]{86})"
 )
-_FIELDS: Final = frozenset(
-    {"name", "hash", "tenant", "scopes", "priority", "collections", "filter", "quota"}
-)
-_TENANT_FIELDS: Final = frozenset({"name", "weight", "quota"})
+_LIMITS: Final = frozenset({"quota", "max_concurrent"})
+_FIELDS: Final = _LIMITS | {
+    *("name", "hash", "tenant", "scopes", "priority", "collections", "filter")
+}
+_TENANT_FIELDS: Final = _LIMITS | {"name", "weight", "reserved_share"}
 _SECTIONS: Final = frozenset({"keys", "tenants", "cached_token_price"})
 
 ReadFilter = Callable[[str, Any], Filter]
@@ -127,9 +135,9 @@ class KeyTable:
         return frozenset(c.tenant for c in self.callers.values() if c.tenant is not None)
 
     @property
-    def weights(self) -> dict[str | None, float]:
-        """Weights of the tenants that have a key; None: all callers without a tenant."""
-        return {one.tenant: one.rules.weight for one in self.callers.values()}
+    def rules(self) -> dict[str | None, TenantRules]:
+        """Rules of the tenants that have a key; None: all callers without a tenant."""
+        return {one.tenant: one.rules for one in self.callers.values()}
 
 
 def key_of(random_bytes: bytes) -> str:
@@ -296,11 +304,27 @@ def _tenant_rules(entries: list[Any]) -> dict[str | None, TenantRules]:
         name = _name(f"{path}.name", entry.get("name"))
         if name in rules:
             raise InvalidInput(path, "repeats a name", "use each once")
+        reserved = entry.get("reserved_share", 0)
         rules[name] = TenantRules(
             _number(f"{path}.weight", entry.get("weight", 1), 1 / MAX_WEIGHT, MAX_WEIGHT),
             read_quota(f"{path}.quota", entry.get("quota", {})),
+            _max_concurrent(f"{path}.max_concurrent", entry.get("max_concurrent")),
+            _number(f"{path}.reserved_share", reserved, 0.0, MAX_RESERVED),
         )
+    if (total := sum(one.reserved_share for one in rules.values())) > MAX_RESERVED:
+        problem = f"reserve {total:g} of the slots together"
+        fix = f"use at most {MAX_RESERVED:g} for the sum of reserved_share"
+        raise InvalidInput("tenants", problem, fix)
     return rules
+
+
+def _max_concurrent(path: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_CONCURRENT:
+        fix = f"use a whole number from 1 to {MAX_CONCURRENT}"
+        raise InvalidInput(path, "is out of range", fix)
+    return value
 
 
 def _number(path: str, value: object, least: float, most: float) -> float:
@@ -333,6 +357,7 @@ def _entry(path: str, entry: object, read_filter: ReadFilter) -> tuple[bytes, Ca
         collections=collections,
         filter=None if given is None else read_filter(_field(path, "filter"), given),
         quota=read_quota(_field(path, "quota"), entry.get("quota", {})),
+        max_concurrent=_max_concurrent(_field(path, "max_concurrent"), entry.get("max_concurrent")),
     )
     return _digest(_field(path, "hash"), entry.get("hash")), caller
 
@@ -413,6 +438,8 @@ def entry_text(
         fields["filter"] = search_filter
     if caller.quota:
         fields["quota"] = quota_fields(caller.quota)
+    if caller.max_concurrent is not None:
+        fields["max_concurrent"] = caller.max_concurrent
     _entry("", fields, read_filter)
     lines = (f"{field} = {toml_value(value)}" for field, value in fields.items())
     return "\n".join(("[[keys]]", *lines)) + "\n"

@@ -27,7 +27,7 @@ from ragcache_gateway.admission.quotas import RATE_LIMIT_HEADERS, Quotas
 from ragcache_gateway.admission.usage_counter import UsageCounter
 from ragcache_gateway.audit.log import AuditLog
 from ragcache_gateway.audit.sink import audit_sink
-from ragcache_gateway.auth.api_keys import api_keys, tenant_weights
+from ragcache_gateway.auth.api_keys import api_keys, tenant_shares
 from ragcache_gateway.console import console_routes
 from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.http.errors import error_body, from_status, from_validation, response_to
@@ -40,6 +40,7 @@ from ragcache_gateway.http.middleware.audit_trail import (
 )
 from ragcache_gateway.http.middleware.body_limit import BodyLimit, BodyLimits
 from ragcache_gateway.http.middleware.browser_guard import BrowserGuard
+from ragcache_gateway.http.middleware.concurrency_limit import ConcurrencyLimit
 from ragcache_gateway.http.middleware.key_check import KeyCheck, PortGuard
 from ragcache_gateway.http.middleware.plain_path import PlainPath
 from ragcache_gateway.http.middleware.request_pools import RequestLimit, RequestPools
@@ -162,18 +163,12 @@ def create_app(
         app.include_router(routes.router, dependencies=[CHECKED_QUERY])
     if settings.console == "on":
         app.include_router(console_routes.router)
-    weights = tenant_weights(keys)
-    pools = RequestPools(settings, limits, metrics, weights)
+    pools = RequestPools(settings, limits, metrics, tenant_shares(keys))
     # The middleware added last is the outermost.
     app.add_middleware(RequestLimit, pools=pools, quotas=Quotas(usage), metrics=metrics)
-    max_model_len = max(one.served.max_model_len for one in models)
-    app.state.large_bodies = LargeBodies(max_model_len)
-    body_limits = BodyLimits(
-        settings.body_max_bytes,
-        min(settings.body_max_bytes, question_max_bytes(max_model_len)),
-        settings.body_timeout_s,
-    )
+    app.state.large_bodies, body_limits = _bodies(settings, models)
     app.add_middleware(BodyLimit, pools=pools, limits=body_limits)
+    app.add_middleware(ConcurrencyLimit, pools=pools, usage=usage, metrics=metrics)
     if audit is not None:
         app.add_middleware(AuditGate, log=audit)
     app.add_middleware(KeyCheck, keys=keys, names=_server_names(settings))
@@ -201,6 +196,19 @@ def create_app(
     app.add_middleware(PlainPath)
     _translate_errors(app, metrics)
     return app
+
+
+def _bodies(
+    settings: GatewaySettings, models: Sequence[ModelRuntime]
+) -> tuple[LargeBodies, BodyLimits]:
+    """Return what bounds the bodies of requests, by what the models can hold."""
+    max_model_len = max(one.served.max_model_len for one in models)
+    limits = BodyLimits(
+        settings.body_max_bytes,
+        min(settings.body_max_bytes, question_max_bytes(max_model_len)),
+        settings.body_timeout_s,
+    )
+    return LargeBodies(max_model_len), limits
 
 
 def _server_names(settings: GatewaySettings) -> ServerNames:

@@ -13,7 +13,7 @@ from ragcache_core.identity.keys import token_digest
 from ragcache_gateway.admission.slo import SloAdmission
 from ragcache_gateway.admission.tenant_queue import TenantQueue
 from ragcache_gateway.admission.usage_counter import UsageCounter
-from ragcache_gateway.auth.api_keys import ApiKeys, tenant_weights
+from ragcache_gateway.auth.api_keys import ApiKeys, tenant_shares
 from ragcache_gateway.auth.tenant_domains import TenantDomains
 from ragcache_gateway.background.idle import IdleEngines, IdleWindows
 from ragcache_gateway.background.precompute import Precomputer
@@ -136,7 +136,8 @@ async def connect_services(
         retriever = services.closing(RetrieverClient(settings.retriever, settings.signing_key_file))
         health = services.closing(HealthClient("retriever", settings.retriever))
         store = services.closing(AsyncShardedStore(settings.cachestore, settings.signing_key_file))
-        tenant_queue = TenantQueue(tenant_weights(keys))
+        shares = tenant_shares(keys)
+        tenant_queue = TenantQueue(lambda: shares().weights)
         services.closing(shared.usage).start(retriever, tenant_queue)
         removals = RemovalFeed(retriever)
         domains = TenantDomains(keys, retriever, settings.tenant_grace_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +19,7 @@ from ragcache_core.access.key_file import (
     replacing,
 )
 from ragcache_core.errors import InvalidInput
+from ragcache_core.scheduling.fair_share import Shares
 from ragcache_wire.rest_fields.filters import read_filter
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.watched.watched_file import WatchedFile
@@ -62,7 +63,7 @@ class ApiKeys:
         )
         self._builtin = builtin
         self._is_signed = is_signed
-        self._weights = (table, table.weights)
+        self._shares = (table, _shares_of(table))
 
     def find(self, key: str) -> Caller | None:
         """Return the caller of a key, or None for an unknown key."""
@@ -71,12 +72,12 @@ class ApiKeys:
             return collection_caller(key, self._is_signed)
         return found
 
-    def weights(self) -> Mapping[str | None, float]:
-        """Return the weights of the tenants that have a key now; None: callers without one."""
+    def shares(self) -> Shares[str | None]:
+        """Return the shares of the tenants that have a key now; None: callers without one."""
         table = self._file.current()
-        if table is not self._weights[0]:
-            self._weights = (table, table.weights)
-        return self._weights[1]
+        if table is not self._shares[0]:
+            self._shares = (table, _shares_of(table))
+        return self._shares[1]
 
     def is_stale(self) -> bool:
         """Whether the file is missing or wrong now, so that the keys before it stay in use."""
@@ -134,9 +135,17 @@ def signature_check(text: str) -> IsSigned:
     return is_signed
 
 
-def tenant_weights(keys: ApiKeys | None) -> Callable[[], Mapping[str | None, float]]:
-    """Return what returns the weights of the tenants that may ask; None: requests need no key."""
-    return dict[str | None, float] if keys is None else keys.weights
+def tenant_shares(keys: ApiKeys | None) -> Callable[[], Shares[str | None]]:
+    """Return what returns the shares of the tenants that may ask; None: requests need no key."""
+    return Shares[str | None] if keys is None else keys.shares
+
+
+def _shares_of(table: KeyTable) -> Shares[str | None]:
+    rules = table.rules
+    return Shares(
+        {tenant: one.weight for tenant, one in rules.items()},
+        {tenant: one.reserved_share for tenant, one in rules.items() if one.reserved_share},
+    )
 
 
 def _parse(content: bytes) -> KeyTable:

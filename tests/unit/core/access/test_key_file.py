@@ -144,7 +144,7 @@ def test_a_caller_has_the_rules_of_its_tenant() -> None:
     tokens = QuotaLimit(QuotaResource.TOKENS, Period.DAY, 5)
     assert caller.rules == TenantRules(2.0, (tokens,))
     assert caller.cached_token_price == 0.5
-    assert table.weights == {"red": 2.0}
+    assert table.rules == {"red": caller.rules}
 
 
 @pytest.mark.parametrize(
@@ -292,3 +292,32 @@ def test_no_tenant_has_the_label_of_others_or_of_none(name: str) -> None:
     assert Caller("app", name).tenant_label == name
     assert name not in (NO_TENANT, OTHER_TENANTS)
     assert ANYONE.tenant_label == NO_TENANT
+
+
+def test_limits_of_requests_at_once_and_reserved_shares_are_read() -> None:
+    content = (
+        f'[[keys]]\nname = "a"\nhash = "sha256:{"0" * 64}"\nscopes = ["ask"]\ntenant = "red"\n'
+        'max_concurrent = 4\n[[tenants]]\nname = "red"\nmax_concurrent = 8\nreserved_share = 0.25\n'
+    )
+    table = parse_key_file(content.encode(), read_filter)
+    [caller] = table.callers.values()
+    assert (caller.max_concurrent, caller.rules.max_concurrent) == (4, 8)
+    assert table.rules["red"].reserved_share == 0.25
+
+
+@pytest.mark.parametrize(
+    ("tenants", "named"),
+    [
+        ('[[tenants]]\nname = "a"\nmax_concurrent = 0\n', "tenants[0].max_concurrent"),
+        ('[[tenants]]\nname = "a"\nreserved_share = 0.9\n', "tenants[0].reserved_share"),
+        (
+            '[[tenants]]\nname = "a"\nreserved_share = 0.5\n'
+            '[[tenants]]\nname = "b"\nreserved_share = 0.5\n',
+            "tenants: reserve 1 ",
+        ),
+    ],
+)
+def test_wrong_shares_name_their_field(tenants: str, named: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        parse_key_file(tenants.encode(), read_filter)
+    assert str(error.value).startswith(named)
