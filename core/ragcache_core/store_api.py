@@ -245,6 +245,21 @@ class Deletion:
 
 
 @dataclass(frozen=True, slots=True)
+class Remains:
+    """What one store holds of what a deletion names.
+
+    Attributes:
+        in_memory: Variants with a copy in the memory tier.
+        on_disk: Variants with a copy on disk.
+        unfreed: Dropped copies on disk, of any variant, whose pages still have their bytes.
+    """
+
+    in_memory: int
+    on_disk: int
+    unfreed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tombstone:
     """A deletion as one store applied it. sequence: its number among the deletes of that store."""
 

@@ -16,7 +16,7 @@ import grpc.aio
 from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.store_api import ChunkVariants, Deletion, LookupKey
+from ragcache_core.store_api import ChunkVariants, Deletion, LookupKey, Remains
 from ragcache_kv.store_client.client import DELETE_TIMEOUT_S, LOOKUP_TIMEOUT_S, checked_reply
 from ragcache_kv.store_client.shard_router import NO_SHARDS
 from ragcache_kv.transport.transport import SERVICE
@@ -60,6 +60,12 @@ class AsyncStoreClient:
         request = pb.DeleteRequest(deletion=to_deletion(deletion))
         reply: pb.DeleteReply = await self._call(self._stub.Delete, request, DELETE_TIMEOUT_S)
         return reply.removed
+
+    async def remains(self, deletion: Deletion) -> Remains:
+        """Return what the store holds of what a deletion names."""
+        request = pb.RemainsRequest(deletion=to_deletion(deletion))
+        reply: pb.RemainsReply = await self._call(self._stub.FindRemains, request, DELETE_TIMEOUT_S)
+        return Remains(reply.in_memory, reply.on_disk, reply.unfreed)
 
     async def prefetch(self, keys: Sequence[VariantKey]) -> int:
         """Bring values from disk into memory, in the background. Return how many."""
@@ -114,10 +120,17 @@ class AsyncShardedStore:
 
         Raises Unavailable, InvalidInput.
         """
+        return await self._client(address).delete(deletion)
+
+    async def remains_on(self, address: str, deletion: Deletion) -> Remains:
+        """Return what one shard holds of what a deletion names. Raises Unavailable."""
+        return await self._client(address).remains(deletion)
+
+    def _client(self, address: str) -> AsyncStoreClient:
         client = self._current().get(address)
         if client is None:
             raise Unavailable(SERVICE, f"shard {address} is no member")
-        return await client.delete(deletion)
+        return client
 
     async def stats(self) -> dict[str, pb.StatsReply | None]:
         """Return counters and sizes by the shard's address; None for one that does not answer."""

@@ -20,6 +20,7 @@ from ragcache_gateway.background.precompute import Precomputer
 from ragcache_gateway.background.quality_gate import QualityGate
 from ragcache_gateway.background.quality_trials import QualityTrials
 from ragcache_gateway.documents.delete_sender import DeleteSender, DigestSpaces
+from ragcache_gateway.documents.erasure import ErasureCheck
 from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.engines.completion import probe_body
@@ -174,6 +175,7 @@ async def connect_services(
             chat=chat,
             others=tuple(others),
             documents=documents,
+            erasure=ErasureCheck(deletes, store, view.engine_remains, retriever),
             extractor=extractor,
             retriever=retriever,
             store=store,

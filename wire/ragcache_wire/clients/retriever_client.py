@@ -150,7 +150,8 @@ class RetrieverClient:
     async def embed(self, texts: Sequence[str]) -> pb.EmbedReply:
         """Return the embeddings of texts. Raises TooLarge for texts that take too long."""
         request = pb.EmbedRequest(texts=texts)
-        return await _in_time(self._stub.Embed, request, self._embed_rate)
+        reply: pb.EmbedReply = await _in_time(self._stub.Embed, request, self._embed_rate)
+        return reply
 
     async def rerank(self, query: str, texts: Sequence[str]) -> list[float]:
         """Return a score for each text; a higher one answers the query better.

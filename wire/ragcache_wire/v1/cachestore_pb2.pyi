@@ -929,6 +929,56 @@ class DeleteReply(_message.Message):
 Global___DeleteReply: _TypeAlias = DeleteReply  # noqa: Y015
 
 @_typing.final
+class RemainsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELETION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def deletion(self) -> Global___Deletion: ...
+    def __init__(
+        self,
+        *,
+        deletion: Global___Deletion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deletion", b"deletion"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletion", b"deletion"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemainsRequest: _TypeAlias = RemainsRequest  # noqa: Y015
+
+@_typing.final
+class RemainsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IN_MEMORY_FIELD_NUMBER: _builtins.int
+    ON_DISK_FIELD_NUMBER: _builtins.int
+    UNFREED_FIELD_NUMBER: _builtins.int
+    in_memory: _builtins.int
+    """variants"""
+    on_disk: _builtins.int
+    """variants"""
+    unfreed: _builtins.int
+    """Copies on disk that deletes or evictions have dropped, of any variant, and whose pages still
+    have their bytes.
+    """
+    def __init__(
+        self,
+        *,
+        in_memory: _builtins.int = ...,
+        on_disk: _builtins.int = ...,
+        unfreed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_memory", b"in_memory", "on_disk", b"on_disk", "unfreed", b"unfreed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemainsReply: _TypeAlias = RemainsReply  # noqa: Y015
+
+@_typing.final
 class PullPosition(_message.Message):
     """How far a shard has pulled the deletes of another one."""
 

@@ -142,6 +142,7 @@ class CacheStoreService:
             "ReportUses": _unary(self._report_uses, pb.UseReport, pb.UseReportReply),
             "Prefetch": _unary(self._prefetch, pb.PrefetchRequest, pb.PrefetchReply),
             "Delete": _unary(self._delete, pb.DeleteRequest, pb.DeleteReply),
+            "FindRemains": _unary(self._find_remains, pb.RemainsRequest, pb.RemainsReply),
             "Tombstones": _stream(self._tombstones, pb.TombstonesRequest, pb.DeletionBatch),
             "DropCopy": _unary(self._drop_copy, pb.DropCopyRequest, pb.DropCopyReply),
             "Watch": _stream(self._watch, feed_pb.WatchRequest, feed_pb.NodeChanges),
@@ -338,6 +339,15 @@ class CacheStoreService:
                 self._deletes, lambda: self._store.deletes.apply([deletion])
             )
         return pb.DeleteReply(removed=removed)
+
+    async def _find_remains(self, request: pb.RemainsRequest, context: Context) -> pb.RemainsReply:
+        """Count what is held of what a deletion names."""
+        self._check_open()
+        deletion = from_deletion("deletion", request.deletion)
+        found = await self._run_in(self._slow, partial(self._store.deletes.remains, deletion))
+        return pb.RemainsReply(
+            in_memory=found.in_memory, on_disk=found.on_disk, unfreed=found.unfreed
+        )
 
     async def _tombstones(
         self, request: pb.TombstonesRequest, context: Context

@@ -10,9 +10,14 @@ from fastapi import APIRouter, Query, Request, Response
 
 from ragcache_core.documents.formats import FORMAT_OF_SUFFIX, DocumentFormat
 from ragcache_gateway.audit.notes import note_collection, note_counts, note_documents
+from ragcache_gateway.documents.erasure import (
+    DocumentDeleted,
+    ErasureIn,
+    ErasureReport,
+    make_receipt,
+)
 from ragcache_gateway.documents.schema import (
     MAX_PAGE,
-    DocumentDeleted,
     DocumentList,
     DocumentOut,
     DocumentWritten,
@@ -226,5 +231,16 @@ async def delete_document(
     """Delete a document and the stored KV of its chunks."""
     note_documents(collection, [id])
     caller.check_collection(collection)
-    removed = await services.documents.delete(collection, id)
-    return DocumentDeleted(collection=collection, id=id, removed_variants=removed)
+    deleted = await services.documents.delete(collection, id)
+    return DocumentDeleted(
+        collection=collection,
+        id=id,
+        removed_variants=deleted.removed,
+        receipt=make_receipt(collection, id, deleted, services.platform_keys),
+    )
+
+
+@router.post("/v1/erasure", summary="Look for what is left of a deleted document")
+async def check_erasure(body: ErasureIn, services: Services) -> ErasureReport:
+    """Ask every shard, every engine's feed and the retriever. Nothing is changed."""
+    return await services.erasure.report(body, services.platform_keys)
