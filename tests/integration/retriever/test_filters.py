@@ -282,7 +282,7 @@ async def test_slow_filters_leave_threads_to_other_searches(
 ) -> None:
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     await knowledge_base.load()
-    logged: list[str] = []  # what asyncio would log, such as errors that nobody retrieved
+    logged: list[str] = []  # what asyncio would log, such as errors without a reader
     asyncio.get_running_loop().set_exception_handler(lambda _, one: logged.append(str(one)))
     await knowledge_base.ingestion.upsert(
         "default", Document("d", "d", "Apple.", 1, {"parity": "odd"})
