@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -250,7 +250,7 @@ class RetrieverClient:
         return reply.documents
 
 
-async def _in_time(method: Any, request: Any, rate: TextRate) -> Any:
+async def _in_time(method: Callable[..., Awaitable[R]], request: Any, rate: TextRate) -> R:
     """Call a method that reads texts. Raises TooLarge if they take longer than the deadline."""
     rate.check(request.texts)
     start_s = time.monotonic()
