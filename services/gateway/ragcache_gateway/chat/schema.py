@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
+from ragcache_core.access.json_bounds import MAX_VALUES
 from ragcache_core.errors import InvalidInput
 from ragcache_core.quality.report import Verdict
 from ragcache_gateway.chat.content import MessageText, media_warnings, read_content
@@ -100,8 +101,8 @@ def _fault(value: object) -> tuple[str, str] | None:
     return None
 
 
-MAX_MESSAGES = 16_384
-MAX_PARTS = 16_384
+MAX_MESSAGES = MAX_VALUES
+MAX_PARTS = MAX_VALUES
 MAX_SEARCHES = 8
 MAX_DEADLINE_MS = 3_600_000
 
