@@ -42,6 +42,7 @@ class AuditAction(StrEnum):
     DOCUMENT_WRITE = "document.write"
     DOCUMENT_BATCH = "document.batch"
     DOCUMENT_DELETE = "document.delete"
+    DOCUMENT_ERASURE = "document.erasure"
     COLLECTION_READ = "collection.read"
     COLLECTION_WRITE = "collection.write"
     COLLECTION_DELETE = "collection.delete"
@@ -75,6 +76,7 @@ _EXACT: Final[Mapping[tuple[str, str], AuditAction]] = {
     ("GET", "/v1/documents"): AuditAction.DOCUMENT_LIST,
     ("POST", "/v1/documents"): AuditAction.DOCUMENT_WRITE,
     ("POST", "/v1/documents:batch"): AuditAction.DOCUMENT_BATCH,
+    ("POST", "/v1/erasure"): AuditAction.DOCUMENT_ERASURE,
     ("GET", "/v1/collections"): AuditAction.COLLECTION_READ,
     ("GET", "/v1/backup"): AuditAction.BACKUP,
     ("POST", "/v1/restore"): AuditAction.RESTORE,

@@ -137,7 +137,7 @@ def signature_check(text: str) -> IsSigned:
 
 def tenant_shares(keys: ApiKeys | None) -> Callable[[], Shares[str | None]]:
     """Return what returns the shares of the tenants that may ask; None: requests need no key."""
-    return Shares[str | None] if keys is None else keys.shares
+    return Shares if keys is None else keys.shares
 
 
 def _shares_of(table: KeyTable) -> Shares[str | None]:

@@ -16,6 +16,7 @@ from tests.kit.operator import Object, build, workloads_of
 WHOLE: Object = {
     "model": {"source": "hf:a/b", "tokenSecret": {"name": "one"}},
     "gateway": {
+        "audit": {"claim": "audit"},
         "autoscaling": {"maxReplicas": 4},
         "ingress": {"host": "a.example.com"},
     },
@@ -77,6 +78,8 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "gateway.layout": ("documents-first", GATEWAY, ""),
     "gateway.rewrite": ("model", GATEWAY, ""),
     "gateway.speculation": ("auto", GATEWAY, ""),
+    "gateway.audit.claim": ("other", GATEWAY, ""),
+    "gateway.audit.maxSize": ("2Gi", GATEWAY, ""),
     "gateway.console": ("off", GATEWAY, ""),
     "gateway.slo.firstTokenMilliseconds": (900, GATEWAY, ""),
     "gateway.slo.nextTokenMilliseconds": (90, GATEWAY, ""),

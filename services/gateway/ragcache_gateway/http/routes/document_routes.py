@@ -12,8 +12,6 @@ from ragcache_core.documents.formats import FORMAT_OF_SUFFIX, DocumentFormat
 from ragcache_gateway.audit.notes import note_collection, note_counts, note_documents
 from ragcache_gateway.documents.erasure import (
     DocumentDeleted,
-    ErasureIn,
-    ErasureReport,
     make_receipt,
 )
 from ragcache_gateway.documents.schema import (
@@ -238,9 +236,3 @@ async def delete_document(
         removed_variants=deleted.removed,
         receipt=make_receipt(collection, id, deleted, services.platform_keys),
     )
-
-
-@router.post("/v1/erasure", summary="Look for what is left of a deleted document")
-async def check_erasure(body: ErasureIn, services: Services) -> ErasureReport:
-    """Ask every shard, every engine's feed and the retriever. Nothing is changed."""
-    return await services.erasure.report(body, services.platform_keys)
