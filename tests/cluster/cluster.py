@@ -57,15 +57,13 @@ class Cluster:
     @property
     def operator_values(self) -> dict[str, Any]:
         """Values of the chart with which the operator's pods connect as other clients do."""
-        values: dict[str, Any] = {"watch": {"allNamespaces": True}}
         if not self.plane.is_translated:
-            return values
+            return {}
         at = {
             "KUBERNETES_SERVICE_HOST": machine.NODE_ADDRESS,
             "KUBERNETES_SERVICE_PORT": str(_TRANSLATOR_PORT),
         }
-        environment = [{"name": name, "value": value} for name, value in at.items()]
-        return values | {"extraEnv": environment}
+        return {"extraEnv": [{"name": name, "value": value} for name, value in at.items()]}
 
     def kubectl(self, *words: str | Path, stdin: str | None = None) -> str:
         """Standard output of a kubectl command; raises KubectlFailed."""

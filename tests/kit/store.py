@@ -42,10 +42,9 @@ from ragcache_kv.transport import liveness
 from ragcache_kv.values.buffers import Verifier
 from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.channel import OPTIONS
-from ragcache_wire.peers.signed_channel import signed
+from ragcache_wire.feeds.feed_access import FeedGuard
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import cachestore_pb2_grpc
-from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.limits import LIMIT_S, lengthen_limits
 
 MIB = 1 << 20
@@ -192,13 +191,12 @@ def serving(
     transports: Sequence[str] = (),
     policy: str = "lru",
     free_bytes: Callable[[], int] | None = None,
-    keys: SigningKeys | None = None,
+    feed_guard: FeedGuard | None = None,
     **settings: Any,
 ) -> Iterator[ServedStore]:
     """Serve folder in a thread of its own, as a process would.
 
-    transports: of "shared" and "socket", those offered beside "grpc". keys: of the store and its
-    clients. settings: of Store.
+    transports: of "shared" and "socket", those offered beside "grpc". settings: of Store.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server")
@@ -212,15 +210,15 @@ def serving(
         ends.callback(store.close)
         socket_path = folder / "transport.sock" if "shared" in transports else None
         data_server = DataServer(
-            store, socket_path, ("127.0.0.1", 0) if "socket" in transports else None, keys
+            store, socket_path, ("127.0.0.1", 0) if "socket" in transports else None
         )
         data_server.start()
         ends.callback(data_server.close)
-        service = CacheStoreService(store, data_server.hello())
+        service = CacheStoreService(store, data_server.hello(), feed_guard=feed_guard)
         ends.callback(service.close)
 
         async def start() -> GrpcServer:
-            server = GrpcServer(f"127.0.0.1:{port}", [SERVICE], service.register, keys=keys)
+            server = GrpcServer(f"127.0.0.1:{port}", [SERVICE], service.register)
             await server.start()
             await server.set_ready()
             return server
@@ -234,9 +232,9 @@ def serving(
             lambda: asyncio.run_coroutine_threadsafe(stop(server), loop).result(TIMEOUT_S)
         )
         address = f"127.0.0.1:{server.port}"
-        client = StoreClient(address, (*transports, "grpc"), keys)
+        client = StoreClient(address, transports=(*transports, "grpc"))
         ends.callback(client.close)
-        channel = signed(grpc.insecure_channel(address, options=OPTIONS), keys)
+        channel = grpc.insecure_channel(address, options=OPTIONS)
         ends.callback(channel.close)
         stub = cachestore_pb2_grpc.CacheStoreStub(channel)
         yield ServedStore(service, store, client, stub, address)

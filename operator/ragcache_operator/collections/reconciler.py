@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.builders.keys import uses_keys
+from ragcache_operator.builders.keys import sync_secret, sync_variable, uses_keys
 from ragcache_operator.builders.metadata import selector_text
 from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.collections.conditions import (
@@ -35,7 +35,6 @@ from ragcache_operator.collections.job import (
     SyncTarget,
     format_time,
     is_removal,
-    key_secret,
     parse_time,
     read_job,
     removal_job,
@@ -183,10 +182,9 @@ class CollectionReconciler:
             return _documents_left("Normal", "prune is false")
         if removal is None:
             placement = self._installation.placement(cache.spec, cache.uid)
-            target = self._target(body, collection, placement)
             try:
-                await self._ensure_key(target)
-                await self._create(removal_job(target))
+                await self._ensure_key(placement)
+                await self._create(removal_job(self._target(body, collection, placement)))
             except ApiError as error:
                 if not error.is_permanent:
                     raise
@@ -292,36 +290,34 @@ class CollectionReconciler:
             if await self._api.get(CLAIMS, name, namespace) is not None
         }
         placement = self._installation.placement(cache.spec, cache.uid)
-        target = self._target(body, collection, placement)
         job = sync_job(
-            target,
+            self._target(body, collection, placement),
             step.revision,
             step.attempt,
             "" if step.after is None else format_time(step.after),
             self._clock(),
             claims,
         )
-        await self._ensure_key(target)
+        await self._ensure_key(placement)
         await self._create(job)
 
     def _target(
         self, body: Object, collection: RagCollection, placement: ClusterPlacement
     ) -> SyncTarget:
-        cache, key = placement.cache, None
+        cache, key_variable = placement.cache, None
         if uses_keys(cache, placement):
-            name = collection.collection_name
-            key = self._installation.keys.collection_key(name, placement.owner)
+            key_variable = sync_variable(cache, placement, self._installation.keys)
         image, url = placement.image(_IMAGE), placement.admin_url
         uid, capabilities = body["metadata"]["uid"], self._installation.capabilities
-        networks = self._installation.config.source_networks
-        return SyncTarget(collection, uid, cache, image, url, capabilities, key, networks)
+        return SyncTarget(collection, uid, cache, image, url, capabilities, key_variable)
 
-    async def _ensure_key(self, target: SyncTarget) -> None:
+    async def _ensure_key(self, placement: ClusterPlacement) -> None:
         """Create the Secret with the key of syncs, unless there is one or none is needed."""
-        if target.key is None:
+        cache = placement.cache
+        if not uses_keys(cache, placement):
             return
         try:
-            await self._api.create(SECRETS, key_secret(target))
+            await self._api.create(SECRETS, sync_secret(cache, placement, self._installation.keys))
         except Conflict as error:
             if error.reason != "AlreadyExists":
                 raise

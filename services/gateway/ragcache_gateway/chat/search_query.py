@@ -132,7 +132,6 @@ class QueryWriter:
             documents,
             asked_at_ms,
         )
-        plan = replace(plan, reader=self.caller.reader)
         body = completion_body(
             model,
             prompt.prompt.token_ids,

@@ -20,7 +20,6 @@ from ragcache_gateway.explain.schema import (
     PlannedAction,
     PlannedTimes,
 )
-from ragcache_gateway.shown_address import ShownText
 
 MAX_EVENTS: Final = 256
 """Most events of one answer, so that a client that reads nothing has little in memory. Searches
@@ -78,7 +77,7 @@ class PromptPlanned(_StageEvent):
     """The search has ended, and the plan of the prompt is made."""
 
     stage: Literal["plan"] = "plan"
-    engine: ShownText = Field(description="Address of the engine. Empty: none was known.")
+    engine: str = Field(description="Address of the engine. Empty: none was known.")
     prompt_tokens: int
     parts: list[PlannedPart] = Field(description="In the order of the prompt; the question is not.")
     predicted_ms: PlannedTimes | None = Field(
@@ -90,7 +89,7 @@ class EngineAccepted(_StageEvent):
     """An engine has accepted the request. After a failure, another one accepts it."""
 
     stage: Literal["engine"] = "engine"
-    engine: ShownText = Field(description="Address of the engine.")
+    engine: str = Field(description="Address of the engine.")
 
 
 class FirstTokenArrived(_StageEvent):
