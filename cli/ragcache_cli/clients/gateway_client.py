@@ -337,7 +337,7 @@ class GatewayApiClient:
             after = {"after": page["next"]}
 
     async def quality(self, model: str | None = None) -> dict[str, Any]:
-        """Return what is known of the quality of a model's blended answers."""
+        """Return the measured quality of blended answers, by default those of the first model."""
         params = "" if model is None else f"?{urlencode({'model': model})}"
         return await self._call("GET", f"/v1/quality{params}")
 

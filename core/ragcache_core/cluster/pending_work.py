@@ -79,7 +79,7 @@ class PendingWork:
         self._pending: dict[str, _Request] = {}
         self._decoding: dict[str, _Request] = {}
         self._load_ends: dict[str, float] = {}  # of loads that run
-        self._begun: set[str] = set()  # questions of which a pass has computed a part
+        self._begun: set[str] = set()  # questions whose prompts a pass has begun
         # By whether a request is of the background.
         self._left_s = {False: 0.0, True: 0.0}
         self._num_background = 0
