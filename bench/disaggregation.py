@@ -35,7 +35,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from bench.support.gateway_load.simulated_parts import HOST, launch_gateway, wait_for_gateway
+from bench.support.gateway_load.simulated_parts import HOST, start_gateway
 from bench.support.gateway_load.stand_ins import FixedRetriever, serve_parts
 from bench.support.number_type import fast_number_type
 from bench.support.program import is_quick, print_figures, say
@@ -232,11 +232,10 @@ async def running_gateways(
         async with contextlib.AsyncExitStack() as stack:
             contestants = {}
             for name, roles in ((APART, (";role=prefill", ";role=decode")), (TOGETHER, ("", ""))):
-                gateway_port = free_port()
-                gateway = launch_gateway(
+                url = await start_gateway(
+                    stack,
                     folder,
                     name,
-                    gateway_port,
                     RAGCACHE_RETRIEVER=f"{HOST}:{port}",
                     RAGCACHE_ENGINES=",".join(
                         f"{engine.address}{role}"
@@ -244,18 +243,10 @@ async def running_gateways(
                     ),
                     RAGCACHE_CACHESTORE=store,
                     RAGCACHE_MODEL=str(model),
-                    RAGCACHE_MODEL_NAME="model",
                     RAGCACHE_MODEL_DTYPE=fast_number_type(),
                     RAGCACHE_MAX_MODEL_LEN="4096",
-                    RAGCACHE_FIRST_TOKEN_TIMEOUT_S="300",
-                    RAGCACHE_NEXT_TOKEN_TIMEOUT_S="300",
                 )
-                stack.callback(gateway.stop)
-                # The retriever answers in this thread meanwhile.
-                await asyncio.to_thread(wait_for_gateway, gateway, gateway_port)
-                client = httpx.AsyncClient(
-                    base_url=f"http://{HOST}:{gateway_port}", trust_env=False, timeout=600
-                )
+                client = httpx.AsyncClient(base_url=url, trust_env=False, timeout=600)
                 contestants[name] = Contestant(await stack.enter_async_context(client))
             yield contestants
     finally:

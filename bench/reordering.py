@@ -36,7 +36,7 @@ from typing import Any, Final
 
 import httpx
 
-from bench.support.gateway_load.simulated_parts import HOST, launch_gateway, wait_for_gateway
+from bench.support.gateway_load.simulated_parts import HOST, start_gateway
 from bench.support.gateway_load.stand_ins import FixedRetriever, serve_parts
 from bench.support.program import options, print_figures, rounded, say
 from harness.processes import Engine, free_port, running_cachestore, running_engine
@@ -218,26 +218,18 @@ async def running_site(folder: Path, window_ms: int) -> AsyncIterator[Site]:
             clients = {}
             records = (engine.records or "").rpartition(":")[2]
             for name, window in ((WITHOUT, 0), (WITH, window_ms)):
-                gateway_port = free_port()
-                gateway = launch_gateway(
+                clients[name] = await start_gateway(
+                    stack,
                     folder,
                     name,
-                    gateway_port,
                     RAGCACHE_REORDERING_WINDOW_MS=str(window),
                     RAGCACHE_RETRIEVER=f"{HOST}:{port}",
                     RAGCACHE_ENGINES=f"{engine.url};records={records}",
                     RAGCACHE_CACHESTORE=store,
                     RAGCACHE_MODEL=str(model),
-                    RAGCACHE_MODEL_NAME="model",
                     RAGCACHE_MAX_MODEL_LEN=str(MAX_LENGTH),
                     RAGCACHE_MAX_QUESTIONS="1024",
-                    RAGCACHE_FIRST_TOKEN_TIMEOUT_S="300",
-                    RAGCACHE_NEXT_TOKEN_TIMEOUT_S="300",
                 )
-                stack.callback(gateway.stop)
-                # The retriever answers in this thread meanwhile.
-                await asyncio.to_thread(wait_for_gateway, gateway, gateway_port)
-                clients[name] = f"http://{HOST}:{gateway_port}"
             opened = [
                 await stack.enter_async_context(
                     httpx.AsyncClient(base_url=url, trust_env=False, timeout=600, limits=_NO_LIMITS)

@@ -48,7 +48,7 @@ from typing import Any
 
 import httpx
 
-from bench.support.gateway_load.simulated_parts import HOST, launch_gateway, wait_for_gateway
+from bench.support.gateway_load.simulated_parts import HOST, start_gateway
 from bench.support.gateway_load.stand_ins import FixedRetriever, serve_parts
 from bench.support.number_type import fast_number_type
 from bench.support.program import options, print_figures, say
@@ -208,26 +208,18 @@ async def running_site(folder: Path, behind: Behind, retriever: str) -> AsyncIte
         records = "" if engine.records is None else engine.records.rpartition(":")[2]
         clients = {}
         for name in (OFF, AUTO):
-            gateway_port = free_port()
-            gateway = launch_gateway(
+            clients[name] = await start_gateway(
+                stack,
                 folder,
                 name,
-                gateway_port,
                 RAGCACHE_SPECULATION=name,
                 RAGCACHE_RETRIEVER=retriever,
                 RAGCACHE_ENGINES=f"{engine.url};records={records}",
                 RAGCACHE_CACHESTORE=behind.store,
                 RAGCACHE_MODEL=str(behind.model),
-                RAGCACHE_MODEL_NAME="model",
                 RAGCACHE_MODEL_DTYPE=fast_number_type(),
                 RAGCACHE_MAX_MODEL_LEN="4096",
-                RAGCACHE_FIRST_TOKEN_TIMEOUT_S="300",
-                RAGCACHE_NEXT_TOKEN_TIMEOUT_S="300",
             )
-            stack.callback(gateway.stop)
-            # The retriever answers in this thread meanwhile.
-            await asyncio.to_thread(wait_for_gateway, gateway, gateway_port)
-            clients[name] = f"http://{HOST}:{gateway_port}"
         off, auto, server = [
             await stack.enter_async_context(
                 httpx.AsyncClient(base_url=url, trust_env=False, timeout=600)

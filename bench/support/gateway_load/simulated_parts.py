@@ -128,6 +128,33 @@ def wait_for_gateway(gateway: Service, port: int) -> None:
     gateway.wait_until("serving", lambda: answers(f"http://{HOST}:{port}/v1/status"))
 
 
+async def start_gateway(
+    stack: contextlib.AsyncExitStack, folder: Path, name: str, **settings: str
+) -> str:
+    """Start a gateway before real engines, and wait until it serves. Return its URL.
+
+    It serves "model", and waits five minutes for a token.
+
+    Args:
+        stack: Its end stops the gateway.
+        settings: The rest of its environment.
+    """
+    port = free_port()
+    gateway = launch_gateway(
+        folder,
+        name,
+        port,
+        RAGCACHE_MODEL_NAME="model",
+        RAGCACHE_FIRST_TOKEN_TIMEOUT_S="300",
+        RAGCACHE_NEXT_TOKEN_TIMEOUT_S="300",
+        **settings,
+    )
+    stack.callback(gateway.stop)
+    # A retriever may answer in this thread meanwhile.
+    await asyncio.to_thread(wait_for_gateway, gateway, port)
+    return f"http://{HOST}:{port}"
+
+
 def chat_request(port: int, **fields: Any) -> bytes:
     """Return the bytes of a question to a gateway; without retrieval by default."""
     body = {
