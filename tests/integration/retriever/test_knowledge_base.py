@@ -127,9 +127,11 @@ async def test_a_search_ends_when_nobody_reads_it(
 
     class EndlessRanking:
         def stages(self, search: Search, chunks: SearchedChunks) -> Iterator[SearchStage]:
-            while not search.cancelled():
-                yield SearchStage((), 0.5, False, 0.0)
-            ended.set()
+            try:
+                while not search.cancelled():
+                    yield SearchStage((), 0.5, False, 0.0)
+            finally:  # it is closed at a stage, or sees itself that the search is cancelled
+                ended.set()
 
     monkeypatch.setattr(knowledge_base.searching, "_ranking", EndlessRanking())
     stages = knowledge_base.searching.search(Search("default", "text", 1))
