@@ -11,7 +11,7 @@ BIN := .venv/bin
 PACKAGES := core wire kv operator services cli
 SOURCES := $(PACKAGES) tests harness bench tools examples models
 
-.PHONY: help setup dev llama-index demo up test test-slow test-cluster coverage check format wire crds settings metrics images bench docs wheelhouse clean
+.PHONY: help setup dev llama-index demo up test test-slow test-cluster coverage check format wire crds settings metrics images bench docs wheelhouse sbom clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ bench: setup ## run every benchmark with --quick
 
 docs: setup ## build the documentation site into site/; broken links are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+sbom: ## print what the environment consists of, as CycloneDX JSON
+	.venv/bin/python -m tools.sbom
 
 wheelhouse: ## fill wheelhouse/ for `make setup WHEELS=wheelhouse` on a machine without network
 	PYTHON="$(PYTHON)" tools/setup.sh --download wheelhouse

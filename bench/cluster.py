@@ -194,6 +194,9 @@ def simulated_contestants(
             one.start("cachestore")
             platforms[name] = one
         first = platforms[OURS]
+        # Its retriever takes the tokens of all gateways; its own key stays the first one.
+        others = [one.key_file.read_text() for one in platforms.values() if one is not first]
+        first.key_file.write_text(first.key_file.read_text() + "".join(others))
         first.start("retriever")
         first.wait("retriever")
         for one in platforms.values():
@@ -294,12 +297,12 @@ def measure_real(sizes: Sizes, model: Path, folder: Path, known: QuestionSet) ->
         one.wait(*(engine.name for engine in engines))
         say("real engines are up")
         port, address = engines[0].ports["http"].port, str(engines[0].ports["grpc"])
-        times = asyncio.run(measured_times(port, address, CALIBRATED_CACHE_TOKENS))
+        times = asyncio.run(measured_times(port, address, CALIBRATED_CACHE_TOKENS, one.keys))
         say(f"measured {times}")
         requests = engine_requests(times, 3 * sizes.real_requests // 2, SEED)
-        real = asyncio.run(requests.ask(port))
+        real = asyncio.run(requests.ask(port, one.keys))
         with simulated_engine(folder / "simulated", spec, times) as simulated_port:
-            errors = simulation_errors(real, asyncio.run(requests.ask(simulated_port)))
+            errors = simulation_errors(real, asyncio.run(requests.ask(simulated_port, one.keys)))
         for contestant in contestants:
             contestant.wait_until_answering(one.services[contestant.name])
         full_s = times.profile.predict(0, PROMPT_TOKENS)

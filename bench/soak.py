@@ -39,6 +39,7 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, VariantInfo
 from ragcache_core.store_api import Ack, AsOf, Deletion, LookupKey, NewVariant
 from ragcache_kv.store_client.client import StoreClient
+from ragcache_kv.transport.framed_transport import send_credential
 from ragcache_kv.transport.framing import FramedConnection, FrameKind
 from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.v1 import cachestore_pb2 as pb
@@ -202,6 +203,7 @@ class Soak:
         with socket.create_connection((host, hello.data_port), TIMEOUT_S) as connection:
             channel = FramedConnection(connection)
             channel.deadline = time.monotonic() + TIMEOUT_S
+            send_credential(channel, hello.boot, None)
             channel.send(FrameKind.GET, _many(rng))
             connection.settimeout(TIMEOUT_S)
             with suppress(OSError):

@@ -15,6 +15,7 @@ from harness.processes import Engine
 from ragcache_core.plan.signature import SIGNATURE_FIELD
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.v1 import engine_pb2
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 TIMEOUT_S = 120.0
 
@@ -103,12 +104,17 @@ def events(reply: httpx.Response) -> Iterator[Any]:
                 yield json.loads(line.removeprefix(b"data: "))
 
 
-def record_of(engine: Engine, request: str) -> engine_pb2.RequestRecord:
-    """What an engine with our connector knows of a request, by the id in its plan."""
+def record_of(
+    engine: Engine, request: str, keys: SigningKeys | None = None
+) -> engine_pb2.RequestRecord:
+    """What an engine with our connector knows of a request, by the id in its plan.
+
+    keys: the engine's signing keys, if it has any.
+    """
 
     async def fetch() -> engine_pb2.RequestRecord:
         assert engine.records is not None
-        client = EngineClient(engine.records)
+        client = EngineClient(engine.records, keys)
         try:
             return await client.request_record(request, TIMEOUT_S)
         finally:

@@ -25,16 +25,16 @@ PRODUCT: Final = ("core", "wire", "kv", "operator", "services", "cli")
 RETRIEVER: Final = "services/retriever"
 MOST_ARGUMENTS: Final = 6
 BOUNDS: Final = {
-    "product_lines": 106_500,
-    "retriever_lines": 15_250,
-    "test_lines": 99_500,
-    "bench_lines": 16_450,
-    "tools_lines": 7_950,
-    "modules": 610,
+    "product_lines": 111_500,
+    "retriever_lines": 15_500,
+    "test_lines": 104_800,
+    "bench_lines": 17_350,
+    "tools_lines": 8_100,
+    "modules": 632,
     "long_argument_lists": 0,
     "duplicate_class_names": 0,
     "import_cycles": 0,
-    "architecture_lines": 164,
+    "architecture_lines": 169,
     "mean_sentence_words": 18,
     "settings_unmapped": 0,
 }

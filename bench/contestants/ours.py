@@ -15,6 +15,7 @@ from ragcache_core.store_api import Ack, NewVariant, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.values.layout import FORMAT
 from ragcache_kv.values.outgoing_value import ReadyValue
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 TIMEOUT_S = 30.0
 _PART_BYTES = 1 << 20
@@ -22,7 +23,12 @@ _PART_BYTES = 1 << 20
 
 
 class RagCache(Contestant):
-    """One shard, with a transport for values and an acknowledgement that a put waits for."""
+    """One shard, with a transport for values and an acknowledgement that a put waits for.
+
+    Args:
+        folder: Has its data.
+        keys: A file of signing keys, which its client has too. None: there are none.
+    """
 
     verifies = True
     transport = "shared"
@@ -30,7 +36,7 @@ class RagCache(Contestant):
     memory_bytes = 192 << 20
     disk_bytes = 256 << 20
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, keys: Path | None = None) -> None:
         port, data_port = free_port(), free_port()
         environment = {
             **os.environ,
@@ -43,10 +49,13 @@ class RagCache(Contestant):
             # The benchmark reads the newest values, which the score may evict for older ones.
             "RAGCACHE_POLICY": "lru",
             "RAGCACHE_LOG_LEVEL": "warning",
+            "RAGCACHE_SIGNING_KEY_FILE": str(keys or ""),
         }
         argv = [sys.executable, "-m", "ragcache_cachestore"]
         self._server = Server(argv, port, environment)
-        self._client = StoreClient(f"127.0.0.1:{port}", transports=(self.transport,))
+        self._client = StoreClient(
+            f"127.0.0.1:{port}", (self.transport,), None if keys is None else SigningKeys(keys)
+        )
         self._client.stats(START_S)
         self._puts: Counter[int] = Counter()
         self._keys: dict[int, VariantKey] = {}

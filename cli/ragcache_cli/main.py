@@ -19,6 +19,7 @@ from ragcache_cli.commands.backup import backup_command, restore_command
 from ragcache_cli.commands.cluster import install_command, render_command
 from ragcache_cli.commands.collections import collection_app
 from ragcache_cli.commands.doctor import doctor_command
+from ragcache_cli.commands.erasure import erasure_command
 from ragcache_cli.commands.ingest import ingest_command
 from ragcache_cli.commands.keys import keys_app
 from ragcache_cli.commands.model import model_app
@@ -74,7 +75,7 @@ for command in (
     *(up_command, down_command, status_command, logs_command, install_command, ingest_command),
     *(ask_command, explain_command, quality_command, size_command, sync_command, top_command),
     *(completion_command, backup_command, restore_command, render_command, doctor_command),
-    usage_command,
+    *(usage_command, erasure_command),
 ):
     app.command(name=command.__name__.removesuffix("_command"))(command)
 app.add_typer(keys_app)

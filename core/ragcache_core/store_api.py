@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ragcache_core.identity.keys import ChunkKey, PrefixKey, VariantKey
-from ragcache_core.identity.variant import Miss, Origin, Tier, ValueShape, VariantInfo
+from ragcache_core.identity.variant import (
+    NO_INFLUENCE,
+    Influence,
+    Miss,
+    Origin,
+    Tier,
+    ValueShape,
+    VariantInfo,
+)
 
 MAX_KEYS = 4096
 """Bound of the keys, lookup keys, or names of one kind in one call."""
@@ -119,6 +127,7 @@ class StoredVariant:
         copies: Other shards ("host:port") that store it.
         wants_higher_precision: It is read often and stored with less precision than the policy
             gives it. The next full computation should be put.
+        influence: That of its origin, given with its prefix chunks.
     """
 
     key: VariantKey
@@ -128,6 +137,7 @@ class StoredVariant:
     prefix_chunks: tuple[ChunkKey, ...] = ()
     copies: tuple[str, ...] = ()
     wants_higher_precision: bool = False
+    influence: Influence = NO_INFLUENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +242,21 @@ class Deletion:
     def names_nothing(self) -> bool:
         """Whether it covers everything that was stored before it."""
         return not (self.num_names or self.domain)
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What one store holds of what a deletion names.
+
+    Attributes:
+        in_memory: Variants with a copy in the memory tier.
+        on_disk: Variants with a copy on disk.
+        unfreed: Dropped copies on disk, of any variant, whose pages still have their bytes.
+    """
+
+    in_memory: int
+    on_disk: int
+    unfreed: int
 
 
 @dataclass(frozen=True, slots=True)

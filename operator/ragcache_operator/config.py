@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final
 
+from ragcache_core.access.networks import parse_networks
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.keys import ComponentKeys
@@ -38,6 +39,9 @@ class OperatorConfig:
     lease: str = ""
     # Secret with the root of the operator's own API keys, in its namespace.
     root_key_secret: str = ROOT_KEY_SECRET
+    # Networks that are not public, and that sources of collections may have. Only the administrator
+    # of the cluster sets them: authors of a collection choose its URLs.
+    source_networks: tuple[str, ...] = ()
     listen_port: int = 8080
     log_level: int = logging.INFO
 
@@ -52,6 +56,7 @@ class OperatorConfig:
             tag=environ.get("RAGCACHE_IMAGE_TAG", "").strip() or own_tag(),
             lease=_label(environ, "RAGCACHE_LEASE", ""),
             root_key_secret=_label(environ, "RAGCACHE_ROOT_KEY_SECRET", ROOT_KEY_SECRET),
+            source_networks=_networks(environ, "RAGCACHE_SOURCE_NETWORKS"),
             listen_port=_port(environ, "RAGCACHE_LISTEN_PORT", 8080),
             log_level=_log_level(environ),
         )
@@ -79,6 +84,7 @@ class Installation:
             uid,
             self.config.namespace,
             self.keys.hashes(uid),
+            self.config.source_networks,
         )
 
 
@@ -100,6 +106,11 @@ def _namespaces(text: str) -> tuple[str, ...]:
                 "set names separated by commas",
             )
     return names
+
+
+def _networks(environ: Mapping[str, str], variable: str) -> tuple[str, ...]:
+    texts = [text.strip() for text in environ.get(variable, "").split(",") if text.strip()]
+    return tuple(map(str, parse_networks(variable, texts)))
 
 
 def _label(environ: Mapping[str, str], variable: str, default: str) -> str:

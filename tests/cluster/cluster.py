@@ -57,13 +57,15 @@ class Cluster:
     @property
     def operator_values(self) -> dict[str, Any]:
         """Values of the chart with which the operator's pods connect as other clients do."""
+        values: dict[str, Any] = {"watch": {"allNamespaces": True}}
         if not self.plane.is_translated:
-            return {}
+            return values
         at = {
             "KUBERNETES_SERVICE_HOST": machine.NODE_ADDRESS,
             "KUBERNETES_SERVICE_PORT": str(_TRANSLATOR_PORT),
         }
-        return {"extraEnv": [{"name": name, "value": value} for name, value in at.items()]}
+        environment = [{"name": name, "value": value} for name, value in at.items()]
+        return values | {"extraEnv": environment}
 
     def kubectl(self, *words: str | Path, stdin: str | None = None) -> str:
         """Standard output of a kubectl command; raises KubectlFailed."""

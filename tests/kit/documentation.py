@@ -269,6 +269,7 @@ _ELSEWHERE: Final = {
     "status": "tests/integration/cli/test_platform.py",
     "logs": "tests/integration/cli/test_platform.py",
     "sync": "tests/integration/cli/test_sync.py",
+    "erasure": "tests/attack/test_erasure.py",  # needs a deleted document
     "quality": "tests/unit/cli/commands/test_quality.py",  # a verdict needs more documents
     "install": "tests/integration/cli/test_cluster.py",
     "model": "tests/unit/cli/models/test_cache.py",

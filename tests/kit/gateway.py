@@ -568,6 +568,8 @@ class FakeEngine:
         if self.refuse is not None:
             status, answer = self.refuse
             return await _respond(send, status, json.dumps(answer).encode())
+        if body.get("n", 1) not in range(1, 65):
+            return await _respond(send, 400, b'{"error": {"message": "n is wrong", "code": 400}}')
         if set(body) == {"model", "prompt", "max_tokens", "temperature"}:
             self.probes += 1
             return await _respond(send, 200, b'{"choices":[{"text":"x","finish_reason":"length"}]}')

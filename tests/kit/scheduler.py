@@ -309,8 +309,14 @@ class BlendHarness:
         left = len(prompt.token_ids) - computed
         saves = list(self.scheduler.step([(name, computed, left)], lambda _: BLOCKS).saves)
         for job in saves:
-            key = job.span.variant
-            self.store.stored[key] = StoredVariant(key, job.info, Tier.MEMORY)
+            key, origin = job.span.variant, job.origin
+            self.store.stored[key] = StoredVariant(
+                key,
+                job.info,
+                Tier.MEMORY,
+                prefix_chunks=origin.prefix_chunks,
+                influence=origin.influence,
+            )
         return saves
 
     def run_first(self, name: str, prompt: Prompt, **given: Any) -> list[SaveJob]:

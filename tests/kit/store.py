@@ -42,9 +42,10 @@ from ragcache_kv.transport import liveness
 from ragcache_kv.values.buffers import Verifier
 from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.channel import OPTIONS
-from ragcache_wire.feeds.feed_access import FeedGuard
+from ragcache_wire.peers.signed_channel import signed
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import cachestore_pb2_grpc
+from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.limits import LIMIT_S, lengthen_limits
 
 MIB = 1 << 20
@@ -191,12 +192,13 @@ def serving(
     transports: Sequence[str] = (),
     policy: str = "lru",
     free_bytes: Callable[[], int] | None = None,
-    feed_guard: FeedGuard | None = None,
+    keys: SigningKeys | None = None,
     **settings: Any,
 ) -> Iterator[ServedStore]:
     """Serve folder in a thread of its own, as a process would.
 
-    transports: of "shared" and "socket", those offered beside "grpc". settings: of Store.
+    transports: of "shared" and "socket", those offered beside "grpc". keys: of the store and its
+    clients. settings: of Store.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server")
@@ -210,15 +212,15 @@ def serving(
         ends.callback(store.close)
         socket_path = folder / "transport.sock" if "shared" in transports else None
         data_server = DataServer(
-            store, socket_path, ("127.0.0.1", 0) if "socket" in transports else None
+            store, socket_path, ("127.0.0.1", 0) if "socket" in transports else None, keys
         )
         data_server.start()
         ends.callback(data_server.close)
-        service = CacheStoreService(store, data_server.hello(), feed_guard=feed_guard)
+        service = CacheStoreService(store, data_server.hello())
         ends.callback(service.close)
 
         async def start() -> GrpcServer:
-            server = GrpcServer(f"127.0.0.1:{port}", [SERVICE], service.register)
+            server = GrpcServer(f"127.0.0.1:{port}", [SERVICE], service.register, keys=keys)
             await server.start()
             await server.set_ready()
             return server
@@ -232,9 +234,9 @@ def serving(
             lambda: asyncio.run_coroutine_threadsafe(stop(server), loop).result(TIMEOUT_S)
         )
         address = f"127.0.0.1:{server.port}"
-        client = StoreClient(address, transports=(*transports, "grpc"))
+        client = StoreClient(address, (*transports, "grpc"), keys)
         ends.callback(client.close)
-        channel = grpc.insecure_channel(address, options=OPTIONS)
+        channel = signed(grpc.insecure_channel(address, options=OPTIONS), keys)
         ends.callback(channel.close)
         stub = cachestore_pb2_grpc.CacheStoreStub(channel)
         yield ServedStore(service, store, client, stub, address)

@@ -270,6 +270,20 @@ ALERTS: Final[tuple[Alert, ...]] = (
         "Deletes of stored KV wait for a shard of the cache store.",
     ),
     Alert(
+        "RagCacheAuditFails",
+        [Condition(highest(series(gateway.AUDIT_FAILING), *BY, "pod"), ">", "0")],
+        "1m",
+        "critical",
+        "{{ $labels.pod }} cannot write its audit log, and changes no documents.",
+    ),
+    Alert(
+        "RagCacheKeysStale",
+        [Condition(highest(series(gateway.KEYS_STALE), *BY, "pod"), ">", "0")],
+        "5m",
+        "warning",
+        "{{ $labels.pod }} cannot use its file of API keys, so removed keys stay valid.",
+    ),
+    Alert(
         "RagCacheOperatorHasNoLeader",
         [Condition(highest(series(operator.LEADING)), "==", "0")],
         "5m",

@@ -48,7 +48,7 @@ PACKAGES: Final = (
     *("rpds-py", "setproctitle", "sniffio", "starlette", "typing-extensions"),
     *("typing-inspection", "watchfiles", "xgrammar"),
     # The cache store and the connector.
-    *("grpcio", "grpcio-health-checking", "grpcio-reflection", "opentelemetry-api"),
+    *("grpcio", "grpcio-health-checking", "opentelemetry-api"),
     *("opentelemetry-sdk", "opentelemetry-semantic-conventions", "protobuf", "rocksdict"),
 )
 

@@ -1,4 +1,4 @@
-"""gRPC server of every service: health, reflection, error translation, graceful stop."""
+"""gRPC server of every service: access, health, error translation, graceful stop."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from typing_extensions import override
 
-from ragcache_core.errors import RagCacheError
+from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_wire.channel import SERVER_OPTIONS
 from ragcache_wire.http_server import HealthServer
+from ragcache_wire.peers.peer_access import PeerGuard
+from ragcache_wire.peers.peer_interceptors import PeerInterceptor
 from ragcache_wire.status import to_status, trailing_metadata
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +33,14 @@ MAX_CALLS = 1024
 """Most calls at once. A server refuses further ones with RESOURCE_EXHAUSTED, without decoding them.
 Streams count while they are open."""
 
+UNDECODABLE_LOG_S = 10.0
+"""Time between two log lines about messages that cannot be decoded."""
+
 
 UnaryCall = Callable[[Any, Any], Awaitable[Any]]
 """Takes a request, or an iterator of requests, and a context. It returns one reply."""
 StreamCall = Callable[[Any, Any], AsyncGenerator[Any, None]]
+Decoder = Callable[[bytes], Any]
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -46,13 +54,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """Return what handles calls with a stream of replies instead."""
         return call
 
+    def around_decoder(self, decode: Decoder | None) -> Decoder | None:
+        """Return what decodes requests instead. None: handlers get bytes."""
+        return decode
+
     @override
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
-        # Health and reflection raise no core errors, and they stream both ways.
+        # Health raises no core errors.
         if handler is None or not details.method.startswith("/ragcache."):
             return handler
-        codecs = handler.request_deserializer, handler.response_serializer
+        decode = self.around_decoder(handler.request_deserializer)
+        codecs = decode, handler.response_serializer
         method = details.method.rpartition("/")[2]
         if handler.request_streaming and handler.response_streaming:
             raise TypeError(f"{method} streams both ways, and no interceptor handles that")
@@ -66,17 +79,58 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return grpc.unary_unary_rpc_method_handler(unary, *codecs)
 
 
+class _Undecodable:
+    """Stands for a message that cannot be decoded."""
+
+
 class ErrorInterceptor(CallInterceptor):
-    """Turns core errors that handlers raise into gRPC statuses.
+    """Turns core errors that handlers raise into gRPC statuses, and messages that are none.
 
     gRPC logs any other exception and answers UNKNOWN.
     """
+
+    def __init__(self) -> None:
+        self._next_log_s = 0.0
+        self._num_undecodable = 0
+
+    @override
+    def around_decoder(self, decode: Decoder | None) -> Decoder | None:
+        if decode is None:
+            return None
+
+        def decode_or_mark(message: bytes) -> Any:
+            try:
+                return decode(message)
+            except DecodeError:  # here, gRPC would log a traceback for each message
+                return _Undecodable()
+
+        return decode_or_mark
+
+    def _checked(self, method: str, request: Any) -> Any:
+        """Return a request, or an iterator of them. Raises InvalidInput for what is none."""
+        if hasattr(request, "__aiter__"):
+            return self._checked_stream(method, request)
+        if not isinstance(request, _Undecodable):
+            return request
+        self._num_undecodable += 1
+        now_s = time.monotonic()
+        if now_s >= self._next_log_s:
+            count, self._num_undecodable = self._num_undecodable, 0
+            self._next_log_s = now_s + UNDECODABLE_LOG_S
+            log.warning("grpc: messages cannot be decoded method=%s count=%d", method, count)
+        raise InvalidInput(
+            "message", f"is no request of {method}", "send the message that the proto defines"
+        )
+
+    async def _checked_stream(self, method: str, requests: Any) -> AsyncGenerator[Any, None]:
+        async for request in requests:
+            yield self._checked(method, request)
 
     @override
     def around_unary(self, method: str, call: UnaryCall) -> UnaryCall:
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
-                return await call(request, context)
+                return await call(self._checked(method, request), context)
             except RagCacheError as error:
                 await _abort(context, error)
 
@@ -88,7 +142,7 @@ class ErrorInterceptor(CallInterceptor):
             request: Any, context: grpc.aio.ServicerContext[Any, Any]
         ) -> AsyncGenerator[Any, None]:
             try:
-                async for reply in call(request, context):
+                async for reply in call(self._checked(method, request), context):
                     yield reply
             except RagCacheError as error:
                 await _abort(context, error)
@@ -102,9 +156,9 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: RagCacheErr
 
 
 class GrpcServer:
-    """A grpc.aio server with health and reflection.
+    """A grpc.aio server with health, for callers with a token.
 
-    Health is NOT_SERVING until ``set_ready``.
+    Health is NOT_SERVING until ``set_ready``. It needs no token.
 
     Args:
         listen: "host:port". Port 0 takes a free port, which ``port`` then holds.
@@ -112,7 +166,7 @@ class GrpcServer:
         register: Adds the services to the server.
         http_health: A running server that reports the same health over HTTP.
         interceptors: Around the calls of the services. The errors that they raise become statuses.
-        max_calls: Most calls at once.
+        keys: The platform's signing keys. Without them, only a server on loopback has callers.
     """
 
     def __init__(
@@ -122,19 +176,21 @@ class GrpcServer:
         register: Callable[[grpc.aio.Server], None],
         http_health: HealthServer | None = None,
         interceptors: Sequence[CallInterceptor] = (),
-        max_calls: int = MAX_CALLS,
+        keys: SigningKeys | None = None,
     ) -> None:
         self._http_health = http_health or HealthServer(None)
         self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), *interceptors],
+            interceptors=[
+                PeerInterceptor(PeerGuard(keys, listen)),
+                ErrorInterceptor(),
+                *interceptors,
+            ],
             options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=max_calls,
+            maximum_concurrent_rpcs=MAX_CALLS,
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._services = ("", *services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
         register(self._server)
         # Raises RuntimeError when the address is taken.
         self.port = self._server.add_insecure_port(listen)

@@ -15,6 +15,8 @@ from bench.support.cluster.open_loop import Answered, ask, poisson_times
 from ragcache_core.plan.reuse_plan import NO_REUSE
 from ragcache_gateway.engines.engine_load import profile_of
 from ragcache_wire.clients.engine_client import EngineClient
+from ragcache_wire.peers.peer_access import PeerTokens
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 BLOCK_TOKENS: Final = 128
 """Of vLLM on a CPU."""
@@ -22,6 +24,7 @@ BLOCK_TOKENS: Final = 128
 LOAD: Final = 0.5
 _DECODED, _TOGETHER, _TRIES = 32, 8, 5
 _PATH: Final = "/v1/completions"
+_EARLY_S: Final = 0.2
 _SHORT_TOKENS, _SHARED_TOKENS, _OWN_TOKENS = 8, 512, (64, 1024)
 _VOCABULARY = range(300, 2000)
 
@@ -33,13 +36,16 @@ class EngineRequests:
     bodies: Sequence[dict[str, Any]]
     times: Sequence[float]
 
-    async def ask(self, port: int) -> list[Answered]:
-        """Ask all at their times."""
-        began_s = time.monotonic()
-        pairs = zip(self.bodies, self.times, strict=True)
-        return list(
-            await asyncio.gather(*(ask(port, _PATH, body, began_s + at_s) for body, at_s in pairs))
-        )
+    async def ask(self, port: int, keys: SigningKeys) -> list[Answered]:
+        """Ask all at their times, as a peer of the engine."""
+        began_s, tokens = time.monotonic(), PeerTokens(keys)
+
+        async def ask_one(body: dict[str, Any], at_s: float) -> Answered:
+            # A token is made shortly before it is sent.
+            await asyncio.sleep(began_s + at_s - time.monotonic() - _EARLY_S)
+            return await ask(port, _PATH, body, began_s + at_s, dict(tokens.metadata(_PATH)))
+
+        return list(await asyncio.gather(*map(ask_one, self.bodies, self.times)))
 
 
 def _body(token_ids: list[int], max_tokens: int) -> dict[str, Any]:
@@ -54,12 +60,14 @@ def _body(token_ids: list[int], max_tokens: int) -> dict[str, Any]:
     }
 
 
-async def measured_times(port: int, records: str, cache_tokens: int) -> EngineTimes:
+async def measured_times(
+    port: int, records: str, cache_tokens: int, keys: SigningKeys
+) -> EngineTimes:
     """Return the times of an idle engine: its own profile, and decodes as they are measured.
 
     Loads are not measured, so they take no time.
     """
-    client = EngineClient(records)
+    client = EngineClient(records, keys)
     try:
         profile = profile_of((await client.costs()).prefill)
     finally:
@@ -72,7 +80,7 @@ async def measured_times(port: int, records: str, cache_tokens: int) -> EngineTi
         """Return the times of a decode step and to the first token, with requests at once."""
         prompts = [rng.choices(_VOCABULARY, k=_SHORT_TOKENS) for _ in range(together)]
         bodies = [_body(prompt, _DECODED) for prompt in prompts]
-        found = await EngineRequests(bodies, [0.0] * together).ask(port)
+        found = await EngineRequests(bodies, [0.0] * together).ask(port, keys)
         steps = [(one.total_s - one.first_s) / (_DECODED - 1) for one in found]
         return statistics.median(steps), min(one.first_s for one in found)
 

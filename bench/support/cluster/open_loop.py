@@ -41,7 +41,7 @@ class Answered:
         behind_s: By how much the client sent it late.
         details: The gateway's extension of the answer, with its explanation.
         status: HTTP status; 0: there was no response.
-        can_retry: Whether the response says when to come again.
+        retry_after_s: When the response says to come again; 0: it says nothing.
     """
 
     first_s: float = math.inf
@@ -50,7 +50,12 @@ class Answered:
     details: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     status: int = 0
-    can_retry: bool = False
+    retry_after_s: int = 0
+
+    @property
+    def can_retry(self) -> bool:
+        """Whether the response says when to come again."""
+        return self.retry_after_s > 0
 
     @property
     def wait_s(self) -> float:
@@ -122,8 +127,9 @@ class AnswerReader(asyncio.Protocol):
         self._end(f"connection lost: {exc}")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Note that the client may come again."""
-        self._answer.can_retry |= name.lower() == b"retry-after" and value.isdigit()
+        """Note when the client may come again."""
+        if name.lower() == b"retry-after" and value.isdigit():
+            self._answer.retry_after_s = int(value)
 
     def on_headers_complete(self) -> None:
         """Note the status."""

@@ -26,6 +26,7 @@ from ragcache_cli.local.ports import free_ports
 from ragcache_cli.models.number_type import read_cpu_features, use_fast_number_type
 from ragcache_operator.builders import build_children
 from ragcache_operator.spec.manifest import parse_manifest
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 _ROOT = Path(__file__).resolve().parents[3]
 _PORTS = free_ports(random.Random())
@@ -78,6 +79,16 @@ class Platform:
     components: Mapping[str, LocalComponent]
     services: dict[str, Service] = field(default_factory=dict)
 
+    @property
+    def key_file(self) -> Path:
+        """The file of the signing keys of its parts."""
+        return Path(self.components["gateway"].env["RAGCACHE_SIGNING_KEY_FILE"])
+
+    @property
+    def keys(self) -> SigningKeys:
+        """The signing keys of its parts."""
+        return SigningKeys(self.key_file)
+
     def of(self, kind: str) -> list[LocalComponent]:
         """Return the components of a kind."""
         return [one for one in self.components.values() if one.kind == kind]
@@ -123,8 +134,7 @@ def platform(spec: PlatformSpec, data: Path) -> Iterator[Platform]:
     (data / RUN_FOLDER).mkdir(parents=True, mode=0o700)
     components = {one.name: one for one in spec.components(data)}
     found = Platform(data, components)
-    keys = components["gateway"].env["RAGCACHE_SIGNING_KEY_FILE"]
-    with plan_key_file(Path(keys)):
+    with plan_key_file(found.key_file):
         try:
             yield found
         finally:

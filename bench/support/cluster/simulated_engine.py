@@ -152,7 +152,8 @@ class SimulatedEngine:
         space = load_model_folder(config.model).space(config.dtype)
         records, self._costs, feed = RequestRecords(), ReuseCosts(), EngineFeed()
         announcer = NodeAnnouncer(space, self._costs, feed)
-        store = ShardedStore(settings.cachestore)
+        keys = settings.signing_key_file
+        store = ShardedStore(settings.cachestore, keys)
         self._connector = ConnectorScheduler(
             EngineContext(settings, space), records, store, self._costs, announcer, feed
         )
@@ -166,7 +167,6 @@ class SimulatedEngine:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         assert settings.records_listen is not None
-        keys = settings.signing_key_file
         self._server = serve_records(records, self._costs, settings.records_listen, feed, keys)
 
     def accept(self, connection: RequestConnection, body: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, cast
@@ -38,10 +39,12 @@ class SimulatedParts:
     Args:
         folder: Has the logs of the processes.
         model: The model that gateways serve.
+        settings: Of every part and gateway.
     """
 
     folder: Path
     model: Path
+    settings: Mapping[str, str] = field(default_factory=dict)
     engine_port: int = field(default_factory=free_port)
     grpc_port: int = field(default_factory=free_port)
     services: dict[str, Service] = field(default_factory=dict)
@@ -53,7 +56,7 @@ class SimulatedParts:
             "stand_ins": [f"{_PROGRAMS}.stand_ins", f"{self.grpc_port}", f"{self.model}"],
         }
         for name, words in programs.items():
-            self.services[name] = _launch(self.folder, name, ["-m", *words], {})
+            self.services[name] = _launch(self.folder, name, ["-m", *words], self.settings)
         engine, stand_ins = self.services.values()
         engine.wait_until("serving", lambda: answers(f"http://{HOST}:{self.engine_port}/health"))
         stand_ins.wait_until("serving", lambda: "serving" in stand_ins.log.read_text())
@@ -73,6 +76,7 @@ class SimulatedParts:
             RAGCACHE_MODEL_NAME="tiny",
             RAGCACHE_MAX_MODEL_LEN="65536",
             RAGCACHE_MAX_QUESTIONS="4096",
+            **self.settings,
             **settings,
         )
         return self.services[name]
@@ -91,9 +95,9 @@ class SimulatedParts:
 
 
 @contextlib.contextmanager
-def simulated_parts(folder: Path) -> Generator[SimulatedParts, None, None]:
+def simulated_parts(folder: Path, **settings: str) -> Generator[SimulatedParts, None, None]:
     """Run the parts until the block ends, and stop the gateways that were started."""
-    parts = SimulatedParts(folder, make_tiny_model(folder / "model"))
+    parts = SimulatedParts(folder, make_tiny_model(folder / "model"), settings)
     try:
         parts.start()
         yield parts
@@ -251,13 +255,16 @@ class AnswerClient(asyncio.Protocol):
     def __init__(self, request: bytes) -> None:
         self._request = request
         self._received = bytearray()
-        self._answered: asyncio.Future[bool]
+        self._answered: asyncio.Future[int | None] | None = None
+        self._is_lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    async def ask(self) -> bool:
-        """Ask once. Return whether the answer has the status 200."""
+    async def ask(self) -> int | None:
+        """Ask once. Return the status; None: the connection was closed before the answer."""
+        if self._is_lost:
+            return None
         self._answered = asyncio.get_running_loop().create_future()
         self._received.clear()
         self._transport.write(self._request)
@@ -268,12 +275,16 @@ class AnswerClient(asyncio.Protocol):
         head, separator, body = self._received.partition(b"\r\n\r\n")
         if separator:
             found = re.search(rb"(?i)content-length: ?(\d+)", head)
-            if found and len(body) >= int(found[1]) and not self._answered.done():
-                self._answered.set_result(head.startswith(b"HTTP/1.1 200"))
+            if found and len(body) >= int(found[1]):
+                self._end(int(head.split(b" ", 2)[1]))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self._answered.done():
-            self._answered.set_result(False)
+        self._is_lost = True
+        self._end(None)
+
+    def _end(self, status: int | None) -> None:
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(status)
 
     def close(self) -> None:
         self._transport.close()
@@ -311,7 +322,7 @@ async def run_answers(
         _, client = await loop.create_connection(lambda: AnswerClient(request), host, port)
         while left > 0:
             left -= 1
-            failed += not await client.ask()
+            failed += await client.ask() != HTTPStatus.OK
         client.close()
 
     await asyncio.gather(*(one_connection() for _ in range(num_connections)))

@@ -9,6 +9,7 @@ Run it as a program: ``python -m bench.support.gateway_load.stand_ins PORT MODEL
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import sys
 from collections.abc import AsyncIterator
@@ -24,6 +25,7 @@ from ragcache_wire.v1 import (
     retriever_pb2,
     retriever_pb2_grpc,
 )
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 NUM_CHUNKS = 32
 WORDS = ("the", "service", "runs", "in", "region", "north", "and", "a", "team", "since", "last")
@@ -90,7 +92,9 @@ class FixedRecords(engine_pb2_grpc.EngineServicer):
         return engine_pb2.Costs()
 
 
-async def serve_parts(port: int, retriever: FixedRetriever) -> GrpcServer:
+async def serve_parts(
+    port: int, retriever: FixedRetriever, keys: SigningKeys | None = None
+) -> GrpcServer:
     records = FixedRecords()  # type: ignore[abstract]  # gRPC answers the calls that it lacks
 
     def register(server: Any) -> None:
@@ -98,7 +102,7 @@ async def serve_parts(port: int, retriever: FixedRetriever) -> GrpcServer:
         engine_pb2_grpc.add_EngineServicer_to_server(records, server)
 
     names = ["ragcache.v1.Retriever", "ragcache.v1.Engine"]
-    server = GrpcServer(f"127.0.0.1:{port}", names, register)
+    server = GrpcServer(f"127.0.0.1:{port}", names, register, keys=keys)
     await server.start()
     await server.set_ready()
     return server
@@ -106,7 +110,9 @@ async def serve_parts(port: int, retriever: FixedRetriever) -> GrpcServer:
 
 async def serve(port: int, model: Path) -> None:
     """Serve until the process is stopped."""
-    server = await serve_parts(port, FixedRetriever(load_tokenizer(model)))  # type: ignore[abstract]
+    keys = os.environ.get("RAGCACHE_SIGNING_KEY_FILE")
+    retriever = FixedRetriever(load_tokenizer(model))  # type: ignore[abstract]
+    server = await serve_parts(port, retriever, SigningKeys(Path(keys)) if keys else None)
     print("serving", flush=True)
     try:
         await asyncio.Event().wait()

@@ -58,3 +58,15 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- define "ragcache.rootKey" -}}
 {{ include "ragcache.fullname" . }}-root-key
 {{- end -}}
+
+{{/* Namespaces that the operator serves, as a JSON list. An empty one means all. */}}
+{{- define "ragcache.namespaces" -}}
+{{- if and .Values.watch.allNamespaces .Values.watch.namespaces }}
+{{- fail "watch.namespaces: watch.allNamespaces serves all; leave one of them out" }}
+{{- end }}
+{{- if .Values.watch.allNamespaces -}}
+[]
+{{- else -}}
+{{ .Values.watch.namespaces | default (list .Release.Namespace) | toJson }}
+{{- end -}}
+{{- end -}}

@@ -316,6 +316,14 @@ class GatewayApiClient:
         """Delete a document if it exists."""
         await self._find("DELETE", _document(collection, document_id))
 
+    async def erasure(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is left of a deleted document.
+
+        Args:
+            body: Its receipt, or its collection and id.
+        """
+        return await self._call("POST", "/v1/erasure", body)
+
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return a chat completion in one piece."""
         return await self._call("POST", "/v1/chat/completions", body)

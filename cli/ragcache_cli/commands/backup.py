@@ -16,11 +16,25 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from ragcache_cli.clients.gateway_client import GatewayApiClient, GatewayTarget
 from ragcache_cli.commands.options import GatewayOptions, OutputOption, grouped
 from ragcache_cli.output.console import make_console, print_json
+from ragcache_cli.output.encrypted_file import (
+    BackupEncryption,
+    decrypted_pieces,
+    is_encrypted,
+    read_key,
+)
 from ragcache_core.documents.backup_file import BackupReader
 from ragcache_core.errors import InvalidInput
 
 _PIECE_BYTES: Final = 1 << 20
 
+KeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--key",
+        metavar="FILE",
+        help="File with a key, which encrypts and authenticates the backup.",
+    ),
+]
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The file of the backup.")]
 
 
@@ -29,6 +43,7 @@ def backup_command(
     file: FileArgument,
     gateway: GatewayOptions,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    key: KeyOption = None,
     output: OutputOption = "text",
 ) -> None:
     """Write all documents with their embeddings into a file, while they are served."""
@@ -36,7 +51,8 @@ def backup_command(
         raise InvalidInput("FILE", f"{file} exists", "name another one, or add --force")
     if not file.absolute().parent.is_dir():
         raise InvalidInput("FILE", f"{file} is in no folder", "create the folder")
-    num_bytes = asyncio.run(_backup(gateway.target, file, make_console(stderr=True)))
+    encryption = None if key is None else BackupEncryption(read_key(key))
+    num_bytes = asyncio.run(_backup(gateway.target, file, encryption, make_console(stderr=True)))
     if output == "json":
         print_json({"file": str(file), "bytes": num_bytes})
     else:
@@ -48,31 +64,39 @@ def restore_command(
     file: FileArgument,
     gateway: GatewayOptions,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    key: KeyOption = None,
     output: OutputOption = "text",
 ) -> None:
-    """Replace all documents of all collections by those of a backup."""
-    check_file(file)
+    """Replace all documents of all collections by those of a backup.
+
+    With --key, only a backup that was made with this key is restored.
+    """
+    secret = None if key is None else read_key(key)
+    check_file(file, secret)
     url = gateway.target
     if not yes:
         question = f"Replace all documents at {url} by {file}?"
         typer.confirm(question, abort=True, err=True)
     num_bytes = file.stat().st_size
-    documents = asyncio.run(_restore(url, file, num_bytes, make_console(stderr=True)))
+    pieces = _pieces(file, secret)
+    documents = asyncio.run(_restore(url, pieces, num_bytes, make_console(stderr=True)))
     if output == "json":
         print_json({"documents": documents})
     else:
         print(f"restored {documents:,} documents")
 
 
-def check_file(file: Path) -> None:
-    """Raise InvalidInput unless a file is a complete backup."""
+def check_file(file: Path, key: bytes | None) -> None:
+    """Raise InvalidInput unless a file is a complete backup, made with the key if there is one."""
     reader = BackupReader("FILE")
-    for piece in _pieces(file):
+    for piece in _pieces(file, key):
         reader.add(piece)
     reader.end()
 
 
-async def _backup(url: GatewayTarget, file: Path, console: Console) -> int:
+async def _backup(
+    url: GatewayTarget, file: Path, encryption: BackupEncryption | None, console: Console
+) -> int:
     """Download a backup and return its size. A file that is not complete is never left."""
     partial = file.with_name(f"{file.name}.partial")
     reader = BackupReader(str(url))
@@ -82,9 +106,11 @@ async def _backup(url: GatewayTarget, file: Path, console: Console) -> int:
             async with GatewayApiClient(url) as client, aclosing(client.backup()) as parts:
                 async for part in parts:
                     reader.add(part)
-                    await asyncio.to_thread(opened.write, part)
+                    written = part if encryption is None else encryption.add(part)
+                    await asyncio.to_thread(opened.write, written)
                     progress.advance(task, len(part))
             reader.end()
+            opened.write(b"" if encryption is None else encryption.end())
             opened.flush()
             os.fsync(opened.fileno())
             num_bytes = opened.tell()
@@ -98,12 +124,14 @@ async def _backup(url: GatewayTarget, file: Path, console: Console) -> int:
     return num_bytes
 
 
-async def _restore(url: GatewayTarget, file: Path, num_bytes: int, console: Console) -> int:
+async def _restore(
+    url: GatewayTarget, pieces: Iterator[bytes], num_bytes: int, console: Console
+) -> int:
     with _progress(console) as progress:
         task = progress.add_task("restore", total=num_bytes)
 
         async def parts() -> AsyncIterator[bytes]:
-            for piece in _pieces(file):
+            for piece in pieces:
                 yield piece
                 progress.advance(task, len(piece))
 
@@ -111,9 +139,18 @@ async def _restore(url: GatewayTarget, file: Path, num_bytes: int, console: Cons
             return await client.restore(parts())
 
 
-def _pieces(file: Path) -> Iterator[bytes]:
+def _pieces(file: Path, key: bytes | None) -> Iterator[bytes]:
+    """Yield a backup, decrypted if it is encrypted. Raises InvalidInput."""
     try:
+        encrypted = is_encrypted(file)
+        if encrypted and key is None:
+            raise InvalidInput("--key", f"is missing, and {file} is encrypted", "give its key")
+        if key is not None and not encrypted:
+            raise InvalidInput("FILE", "was made without a key", "leave --key out if you trust it")
         with file.open("rb") as opened:
+            if key is not None:
+                yield from decrypted_pieces(opened, key)
+                return
             while piece := opened.read(_PIECE_BYTES):
                 yield piece
     except OSError as error:

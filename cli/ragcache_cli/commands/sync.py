@@ -44,6 +44,7 @@ from ragcache_cli.sources.sync_plan import (
     read_document,
     said,
 )
+from ragcache_core.access.networks import AddressRules, parse_networks
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_operator.spec.collection import MOUNTS, RagCollection, RagCollectionSpec, SourceSpec
 from ragcache_operator.spec.manifest import parse_collection
@@ -190,9 +191,36 @@ class SyncGateway:
         return GatewayApiClient(target, SYNC_REPLY_S, self.patience)
 
 
+@dataclass(frozen=True, slots=True)
+class SyncLimits:
+    """What the sources of a sync may take and reach."""
+
+    scratch: Annotated[
+        str, typer.Option(metavar="BYTES", help="Most that fetched sources may take on disk.")
+    ] = "1Gi"
+    allow_network: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CIDR",
+            help="Network that is not public, and that sources may have. May be repeated.",
+        ),
+    ] = None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The size limit. Raises InvalidInput."""
+        return _parse_bytes("--scratch", self.scratch)
+
+    @property
+    def rules(self) -> AddressRules:
+        """The addresses that sources may have. Raises InvalidInput."""
+        return AddressRules(parse_networks("--allow-network", self.allow_network or ()))
+
+
 @grouped
 def sync_command(
     gateway: SyncGateway,
+    limits: SyncLimits,
     manifest: Annotated[
         str, typer.Option("--object", metavar="JSON", help="The RagCollection, as JSON.")
     ],
@@ -202,21 +230,19 @@ def sync_command(
     mounts: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder with a mount per ConfigMap and volume.")
     ] = Path(MOUNTS),
-    scratch: Annotated[
-        str, typer.Option(metavar="BYTES", help="Most that fetched sources may take on disk.")
-    ] = "1Gi",
     result: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to write the result to.")
     ] = None,
 ) -> None:
     """Make a collection equal to the sources of a RagCollection; the last line is the result.
 
-    Tokens come from RAGCACHE_SOURCE_<n>_TOKEN, where n is the index of the source.
+    Tokens come from RAGCACHE_SOURCE_<n>_TOKEN, where n is the index of the source, and the hosts
+    that may have them from RAGCACHE_SOURCE_<n>_HOSTS.
     """
 
     async def run() -> Result:
         collection = _parse(manifest)
-        most_bytes = _parse_bytes("--scratch", scratch)
+        most_bytes, rules = limits.scratch_bytes, limits.rules
         async with gateway.client() as client:
             with counting_bar(make_console(stderr=True), "syncing", "documents") as show:
 
@@ -228,8 +254,8 @@ def sync_command(
                 if remove:
                     return await sync.remove()
                 with tempfile.TemporaryDirectory(prefix="ragcache-sync-") as folder:
-                    here = Surroundings(mounts, os.environ, Scratch(Path(folder), most_bytes))
-                    return await sync.bring(here)
+                    space = Scratch(Path(folder), most_bytes)
+                    return await sync.bring(Surroundings(mounts, os.environ, space, rules))
 
     async def bring() -> int:
         try:

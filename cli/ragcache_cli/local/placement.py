@@ -19,6 +19,8 @@ from ragcache_operator.spec.retriever import EmbedderSpec, RerankerSpec
 
 API_KEYS_FILE: Final = "api-keys.toml"
 """Name of the user's file of API keys in the data folder."""
+AUDIT_FILE: Final = "audit/gateway.jsonl"
+"""Audit log of the gateway in the data folder."""
 ENGINE_KEYS_FOLDER: Final = "engine-keys"
 """Subfolder for the user's files with API keys of servers, by the name of the group."""
 RUN_FOLDER: Final = "run"
@@ -65,6 +67,7 @@ class LocalPlacement:
     capabilities = Capabilities.latest()
     owner = ""
     operator_namespace = None
+    source_networks = ()
     # Parts listen on loopback, so the gateway has one port, and needs no keys unless asked.
     is_cluster = False
 
@@ -113,6 +116,10 @@ class LocalPlacement:
     def api_keys_file(self) -> str:
         """Return the user's file in the data folder."""
         return str(self._data / API_KEYS_FILE)
+
+    def audit_log(self, *, has_claim: bool) -> str:
+        """Return a file in the data folder."""
+        return str(self._data / AUDIT_FILE)
 
     def engine_key_file(self, group: str) -> str:
         """Return the user's file in the data folder."""

@@ -19,7 +19,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ragcache_cli.sources.archive import read_tar
-from ragcache_cli.sources.reading import Deadline, Scratch, SourceContents
+from ragcache_cli.sources.gate import SourceRoute
+from ragcache_cli.sources.reading import Deadline, Fetching, Scratch, SourceContents
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavailable
 from ragcache_operator.spec.collection import GitSource
 
@@ -38,23 +39,26 @@ _STDERR_PROBLEMS = {
     "not our ref": "has no such commit; name a branch, a tag or a whole commit",
     "' not found": "does not exist, or asks for a token; correct the URL",
     "is this a git repository": "is no git repository; correct the URL",
-    "transport '": "is reached by another way than http or https; write an https URL",
+    "returned error: 30": "redirects to another address; name where it leads to",
 }
 """Messages of git for a user's mistake, with our wording."""
 
 
-def read_git(
-    what: str, source: GitSource, token: str | None, scratch: Scratch, deadline: Deadline
-) -> SourceContents:
+def read_git(what: str, source: GitSource, token: str | None, here: Fetching) -> SourceContents:
     """Read documents at and below the source's path, of the commit that its ref names.
 
     Raises:
         InvalidInput, TooLarge: The source is invalid; the field is ``what``.
         Unavailable: The host does not answer.
     """
+    if not source.url.startswith(("http://", "https://")):
+        raise InvalidInput(what, "is reached by another way than http", "write an https URL")
+    route = here.gate.route(what, source.url)
+    scratch = here.scratch
     home = scratch.new_path()
     home.mkdir()
-    git = _Git(what, home, _environment(home, source.url, token), scratch.free_bytes, deadline)
+    env = _environment(home, source.url, token, route)
+    git = _Git(what, home, env, scratch.free_bytes, here.deadline)
     try:
         git.run("init", "--quiet", "--bare", "--template=", ".")
         git.run(
@@ -144,10 +148,20 @@ class _Git:
         return Unavailable(self._what, last[0][:_MAX_STDERR_CHARS])
 
 
-def _environment(home: Path, url: str, token: str | None) -> dict[str, str]:
-    """Return an environment for git: no user settings, no prompts, http only."""
+def _environment(home: Path, url: str, token: str | None, route: SourceRoute) -> dict[str, str]:
+    """Return an environment for git: no user settings, no prompts, http only.
+
+    Git connects to the checked addresses of one host. It follows neither redirects nor the
+    alternates of a repository, which may name other hosts.
+    """
     kept = {name: value for name, value in os.environ.items() if _KEPT_VARIABLES.fullmatch(name)}
-    settings = {"http.lowSpeedLimit": "1000", "http.lowSpeedTime": "60"}
+    settings = {
+        "http.lowSpeedLimit": "1000",
+        "http.lowSpeedTime": "60",
+        "http.followRedirects": "false",
+    }
+    if route.pin is not None:
+        settings["http.curloptResolve"] = route.pin
     if token is not None:
         secret = base64.b64encode(f"{_TOKEN_USER}:{token}".encode()).decode()
         host = urlsplit(url)

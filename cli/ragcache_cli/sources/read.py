@@ -9,9 +9,11 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from ragcache_cli.sources.documents import DocumentFile
+from ragcache_cli.sources.gate import SourceGate
 from ragcache_cli.sources.git import read_git
 from ragcache_cli.sources.reading import (
     Deadline,
+    Fetching,
     RejectedDocument,
     Scratch,
     SourceContents,
@@ -19,10 +21,18 @@ from ragcache_cli.sources.reading import (
     with_lines,
 )
 from ragcache_cli.sources.web import archive_ending, name_in, read_web
+from ragcache_core.access.networks import PUBLIC_ONLY, AddressRules
 from ragcache_core.documents.formats import FORMAT_OF_SUFFIX, suffix_of
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.spec.collection import SourceSpec, mount_name, token_variable
-from ragcache_operator.spec.values import SecretKey
+from ragcache_operator.spec.collection import (
+    SECRET_HOSTS,
+    GitSource,
+    HttpSource,
+    SourceSpec,
+    hosts_variable,
+    mount_name,
+    token_variable,
+)
 
 
 def read_folder(what: str, root: Path, path: str = "") -> SourceContents:
@@ -82,11 +92,15 @@ TIMEOUT_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Folders and tokens that the pod provides. ``mounts`` holds the mounted sources."""
+    """Folders and tokens that the pod provides, and the addresses that sources may have.
+
+    ``mounts`` holds the mounted sources.
+    """
 
     mounts: Path
     environ: Mapping[str, str]
     scratch: Scratch
+    rules: AddressRules = PUBLIC_ONLY
 
 
 def origin_of(source: SourceSpec) -> str:
@@ -140,25 +154,32 @@ def read_source(index: int, source: SourceSpec, here: Surroundings) -> SourceCon
 
 def _read(index: int, source: SourceSpec, what: str, here: Surroundings) -> SourceContents:
     mount = here.mounts / mount_name(index)
-    deadline = Deadline(TIMEOUT_S)
+    fetching = Fetching(SourceGate(here.rules), here.scratch, Deadline(TIMEOUT_S))
     if source.config_map is not None:
         return read_folder(what, mount)
     if source.volume is not None:
         return read_folder(what, mount, source.volume.path)
     if source.http is not None:
-        token = _token(what, index, source.http.bearer_secret, here.environ)
-        return read_web(what, source.http.url, token, here.scratch, deadline)
+        token = _token(what, index, source.http, here.environ)
+        return read_web(what, source.http.url, token, fetching)
     git = source.git
     assert git is not None
-    token = _token(what, index, git.bearer_secret, here.environ)
-    return read_git(what, git, token, here.scratch, deadline)
+    return read_git(what, git, _token(what, index, git, here.environ), fetching)
 
 
 def _token(
-    what: str, index: int, secret: SecretKey | None, environ: Mapping[str, str]
+    what: str, index: int, source: HttpSource | GitSource, environ: Mapping[str, str]
 ) -> str | None:
+    """Return the token of a source, if its Secret names the source's host."""
+    secret = source.bearer_secret
     if secret is None:
         return None
+    host = urlsplit(source.url).netloc.lower()
+    hosts = environ.get(hosts_variable(index), "").lower().replace(",", " ").split()
+    if host not in hosts:
+        problem = f"may not send the Secret {secret.name!r} to {host}"
+        fix = f"add the host to the entry {SECRET_HOSTS!r} of the Secret, if it may have the token"
+        raise InvalidInput(what, problem, fix)
     token = environ.get(token_variable(index), "").strip()
     if not token or not token.isascii() or not token.isprintable():
         problem = f"finds no token under {secret.key!r} in the Secret {secret.name!r}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ragcache_cli.sources.documents import DocumentFile, documents_in, read_fields
+from ragcache_cli.sources.gate import SourceGate
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 
@@ -125,3 +126,12 @@ class Deadline:
     def missed(self, what: str) -> Unavailable:
         """Return the error for a missed deadline."""
         return Unavailable(what, f"it took longer than {self._after_s:g} s")
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """What reading a source over the network needs: hosts that it may have, space and time."""
+
+    gate: SourceGate
+    scratch: Scratch
+    deadline: Deadline

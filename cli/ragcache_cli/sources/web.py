@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
@@ -10,7 +11,8 @@ import httpx
 
 from ragcache_cli.sources.archive import read_tar_gz, read_zip
 from ragcache_cli.sources.documents import LARGEST_BYTES, DocumentFile
-from ragcache_cli.sources.reading import Deadline, Scratch, SourceContents
+from ragcache_cli.sources.gate import SourceRoute
+from ragcache_cli.sources.reading import Fetching, Scratch, SourceContents
 from ragcache_core.documents.formats import (
     FORMAT_OF_MEDIA_TYPE,
     FORMAT_OF_SUFFIX,
@@ -48,9 +50,7 @@ def name_in(url: str) -> str:
     return PurePosixPath(unquote(urlsplit(url).path)).name
 
 
-def read_web(
-    what: str, url: str, token: str | None, scratch: Scratch, deadline: Deadline
-) -> SourceContents:
+def read_web(what: str, url: str, token: str | None, here: Fetching) -> SourceContents:
     """Read the document at a URL, or the documents of an archive.
 
     Args:
@@ -60,9 +60,10 @@ def read_web(
         InvalidInput, TooLarge: The content is invalid; the field is ``what``.
         Unavailable: The host does not answer.
     """
+    scratch = here.scratch
     path = scratch.new_path()
     try:
-        ending = _fetch(what, url, token, path, scratch, deadline)
+        ending = _fetch(what, url, token, path, here)
         unpack = _UNPACK.get(ending)
         if unpack is None:
             named = path.rename(scratch.new_path(ending))
@@ -75,31 +76,14 @@ def read_web(
         path.unlink(missing_ok=True)
 
 
-def _fetch(
-    what: str, url: str, token: str | None, path: Path, scratch: Scratch, deadline: Deadline
-) -> str:
+def _fetch(what: str, url: str, token: str | None, path: Path, here: Fetching) -> str:
     """Download a URL to ``path`` and return the suffix that tells its type."""
-    # An archive must arrive as it is, without transparent decompression.
-    headers = {"Accept-Encoding": "identity"}
-    if token is not None:
-        headers["Authorization"] = f"Bearer {token}"
-    timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
     try:
-        with (
-            httpx.Client(
-                timeout=timeout, follow_redirects=True, max_redirects=MOST_REDIRECTS
-            ) as client,
-            client.stream("GET", url, headers=headers) as reply,
-        ):
-            _check_reply(what, url, reply)
+        with _final_reply(what, url, token, here) as reply:
+            _check_status(what, reply.status_code)
             ending = _ending(what, url, reply)
-            is_document = ending not in _UNPACK
-            _write(what, reply, is_document, path, scratch, deadline)
+            _write(what, reply, ending not in _UNPACK, path, here)
             return ending
-    except httpx.TooManyRedirects as error:
-        raise InvalidInput(
-            what, f"redirects more than {MOST_REDIRECTS} times", "name where it leads to"
-        ) from error
     except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
         raise InvalidInput(
             what, "leads to what is no http or https URL", "name where it leads to"
@@ -110,30 +94,70 @@ def _fetch(
         raise Unavailable(what, f"nothing answers ({error})") from error
 
 
-def _write(
-    what: str,
-    reply: httpx.Response,
-    is_document: bool,
-    path: Path,
-    scratch: Scratch,
-    deadline: Deadline,
-) -> None:
+@contextmanager
+def _final_reply(
+    what: str, url: str, token: str | None, here: Fetching
+) -> Iterator[httpx.Response]:
+    """Follow redirects, and check the address and the scheme of each step."""
+    target = httpx.URL(url)
+    for _ in range(MOST_REDIRECTS + 1):
+        here.deadline.left_s(what)
+        with _reply(here.gate.route(what, str(target)), target, token) as reply:
+            if not reply.has_redirect_location:
+                yield reply
+                return
+            before, target = target, target.join(reply.headers["Location"])
+        if target.scheme not in ("http", "https") or not target.host:
+            raise httpx.UnsupportedProtocol("a redirect to another protocol")
+        if before.scheme == "https" and target.scheme != "https":
+            raise InvalidInput(what, "redirects from https to http", "name where it leads to")
+        if (before.scheme, before.netloc) != (target.scheme, target.netloc):
+            token = None
+    raise InvalidInput(
+        what, f"redirects more than {MOST_REDIRECTS} times", "name where it leads to"
+    )
+
+
+@contextmanager
+def _reply(route: SourceRoute, url: httpx.URL, token: str | None) -> Iterator[httpx.Response]:
+    """Request a URL from the first address that accepts a connection."""
+    # An archive must arrive as it is, without transparent decompression.
+    headers = {"Accept-Encoding": "identity", "Host": url.netloc.decode("ascii")}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
+    transport = httpx.HTTPTransport(proxy=route.proxy)
+    # Each step has a client of its own, so no cookie reaches another host at the same address.
+    with httpx.Client(timeout=timeout, transport=transport) as client:
+        targets = [url] if route.proxy else [url.copy_with(host=a) for a in route.addresses]
+        for i, target in enumerate(targets):
+            request = client.build_request("GET", target, headers=headers)
+            request.extensions["sni_hostname"] = route.host
+            try:
+                reply = client.send(request, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if i + 1 == len(targets):
+                    raise
+                continue
+            with closing(reply):
+                yield reply
+            return
+
+
+def _write(what: str, reply: httpx.Response, is_document: bool, path: Path, here: Fetching) -> None:
     written = 0
     with path.open("wb") as file:
         for piece in reply.iter_raw():
-            deadline.left_s(what)
+            here.deadline.left_s(what)
             written += len(piece)
             if is_document and written > LARGEST_BYTES:
                 raise TooLarge(what, f"is over {LARGEST_BYTES >> 20} MiB", "split it")
-            scratch.take(len(piece), what)
+            here.scratch.take(len(piece), what)
             file.write(piece)
 
 
-def _check_reply(what: str, url: str, reply: httpx.Response) -> None:
-    """Raise for a response with the wrong status or type."""
-    status = reply.status_code
-    if reply.history and url.startswith("https:") and reply.url.scheme != "https":
-        raise InvalidInput(what, "redirects from https to http", "name where it leads to")
+def _check_status(what: str, status: int) -> None:
+    """Raise for a response without a document."""
     if status in (401, 403):
         raise InvalidInput(what, f"answers {status}", "name a Secret with its token, or renew it")
     if status == 429 or status >= 500:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from ragcache_core.access.quota import DEFAULT_CACHED_TOKEN_PRICE, Quota
+from ragcache_core.access.reader import Reader, reader_of
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, domain_salt
 from ragcache_core.retrieval.filters import And, Filter
@@ -25,10 +26,11 @@ called so: a tenant's name begins with a letter or a digit."""
 
 
 class Scope(StrEnum):
-    """What a key allows. ``admin`` includes the others."""
+    """What a key allows. ``admin`` includes the others, and no other one includes another."""
 
     ASK = "ask"  # questions, searches and models
     WRITE = "write"  # documents and collections
+    VIEW = "view"  # the state of the platform, and no text of documents
     ADMIN = "admin"  # everything
 
 
@@ -53,10 +55,14 @@ class TenantRules:
     Attributes:
         weight: Of its share while tenants compete: one of 2 gets twice as much as one of 1.
         quota: The most that all of its keys may use together.
+        max_concurrent: Most requests that a gateway answers at once; None: not limited.
+        reserved_share: Share of a gateway's slots that other tenants never take.
     """
 
     weight: float = 1.0
     quota: Quota = ()
+    max_concurrent: int | None = None
+    reserved_share: float = 0.0
 
 
 DEFAULT_RULES: Final = TenantRules()
@@ -77,6 +83,7 @@ class Caller:
         quota: The most that the key may use.
         rules: Of its tenant.
         cached_token_price: What a cached token counts in quotas.
+        max_concurrent: Most requests of the key that a gateway answers at once; None: not limited.
     """
 
     name: str
@@ -89,6 +96,7 @@ class Caller:
     quota: Quota = ()
     rules: TenantRules = DEFAULT_RULES
     cached_token_price: float = DEFAULT_CACHED_TOKEN_PRICE
+    max_concurrent: int | None = None
 
     @property
     def tenant_label(self) -> str:
@@ -107,9 +115,14 @@ class Caller:
         """Salt of its prompts in an engine's own prefix cache; None: shared with all callers."""
         return domain_salt(self.domain)
 
-    def may(self, scope: Scope) -> bool:
-        """Whether its key has a scope."""
-        return scope in self.scopes or Scope.ADMIN in self.scopes
+    @property
+    def reader(self) -> Reader:
+        """What it may read, for the KV that its questions use."""
+        return reader_of(self.name, self.collections, self.filter)
+
+    def may(self, *scopes: Scope) -> bool:
+        """Whether its key has one of these scopes."""
+        return Scope.ADMIN in self.scopes or not self.scopes.isdisjoint(scopes)
 
     def may_use(self, collection: str) -> bool:
         """Whether it may name a collection."""

@@ -1,4 +1,4 @@
-"""Which port serves a path, and which scope it needs.
+"""Which port serves a path, and which scopes allow it.
 
 A path that is not named here needs the scope ``admin`` and is served on the admin port alone. So a
 new route is closed until it is named.
@@ -30,6 +30,9 @@ _ASK_PATHS: Final = frozenset(
     }
 )
 _ASK_PREFIXES: Final = ("/v1/models/", "/v1/requests/")
+_VIEW_PATHS: Final = frozenset({"/v1/cache", "/v1/cache/tree", "/v1/quality", "/v1/status"})
+_DESCRIPTIONS: Final = frozenset({"/openapi.json", "/v1/models"})
+_COLLECTION_PREFIX: Final = "/v1/collections"
 _HEALTH_PATHS: Final = frozenset({"/health", "/healthz", "/readyz"})
 _WRITE_PATHS: Final = frozenset({"/v1/collections", "/v1/documents", "/v1/documents:batch"})
 _WRITE_PREFIXES: Final = ("/v1/collections/", "/v1/documents/")
@@ -45,15 +48,17 @@ def plain_path(path: str) -> str:
     return f"/v1/{path[4:].lstrip('/')}" if path.startswith("/v1//") else path
 
 
-def needed_scope(path: str) -> Scope | None:
-    """Return the scope that a path needs; None: no key at all."""
+def allowed_scopes(method: str, path: str) -> tuple[Scope, ...]:
+    """Return the scopes of which a request needs one; none: it needs no key at all."""
     if path in OPEN_PATHS or is_console_path(path):
-        return None
+        return ()
+    is_read = method == "GET"
     if _is_ask_path(path):
-        return Scope.ASK
+        return (Scope.ASK, Scope.VIEW) if is_read and path in _DESCRIPTIONS else (Scope.ASK,)
     if path in _WRITE_PATHS or path.startswith(_WRITE_PREFIXES):
-        return Scope.WRITE
-    return Scope.ADMIN
+        is_viewed = is_read and path.startswith(_COLLECTION_PREFIX)
+        return (Scope.WRITE, Scope.VIEW) if is_viewed else (Scope.WRITE,)
+    return (Scope.VIEW,) if is_read and path in _VIEW_PATHS else (Scope.ADMIN,)
 
 
 def is_console_path(path: str) -> bool:

@@ -11,13 +11,17 @@ The file is TOML. It has no keys, only their digests, so a reader of the file ca
     collections = ["team-a-*"]     # optional
     filter = { must = [{ key = "public", match = { value = true } }] }  # optional
     quota = { requests_per_minute = 600, tokens_per_month = 50000000 }  # optional
+    max_concurrent = 32            # optional
 
     [[tenants]]                    # optional, as is each field but the name
     name = "team-a"
     weight = 2
     quota = { tokens_per_day = 5000000 }
+    max_concurrent = 64
+    reserved_share = 0.1
 
-A first line ``cached_token_price = 0.1`` says what a cached token counts in quotas.
+A first line ``cached_token_price = 0.1`` says what a cached token counts in quotas. A file with
+``keys = []`` lets no caller in. One without any ``keys`` may also be a file that lost them.
 
 A key has 256 random bits, too many to find one by trying. So neither a salt nor a slow hash would
 add anything. A salt would only require one hash for each entry and request.
@@ -31,7 +35,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ragcache_core.access.caller import (
@@ -83,15 +87,23 @@ KEY_BYTES: Final = 32
 MAX_KEYS: Final = 4096
 MAX_PRIORITY: Final = 1000
 MAX_WEIGHT: Final = 1000.0
+MAX_CONCURRENT: Final = 1_000_000
+MAX_RESERVED: Final = 0.8
+"""Most that all reserved shares are together."""
+
 
 _HASH_PREFIX: Final = "sha256:"
 _HASH: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY: Final = re.compile(r"rck-[A-Za-z0-9_-]{43}")
-_FIELDS: Final = frozenset(
-    {"name", "hash", "tenant", "scopes", "priority", "collections", "filter", "quota"}
+_COLLECTION_KEY: Final = re.compile(
+    r"rck-sync\.([a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?)\.([A-Za-z0-9_-]{86})"
 )
-_TENANT_FIELDS: Final = frozenset({"name", "weight", "quota"})
+_LIMITS: Final = frozenset({"quota", "max_concurrent"})
+_FIELDS: Final = _LIMITS | {
+    *("name", "hash", "tenant", "scopes", "priority", "collections", "filter")
+}
+_TENANT_FIELDS: Final = _LIMITS | {"name", "weight", "reserved_share"}
 _SECTIONS: Final = frozenset({"keys", "tenants", "cached_token_price"})
 
 ReadFilter = Callable[[str, Any], Filter]
@@ -105,9 +117,13 @@ class KeyTable:
 
     A look-up hashes what a client sends and finds the digest in a dictionary. What the time of that
     tells of a stored digest is of no use: a client cannot choose the digest of what it sends.
+
+    Attributes:
+        names_keys: Whether the file has ``keys``, be it an empty list.
     """
 
     callers: Mapping[bytes, Caller]
+    names_keys: bool = field(default=True, compare=False)
 
     def find(self, key: str) -> Caller | None:
         """Return the caller of a key, or None if no entry has it."""
@@ -119,9 +135,9 @@ class KeyTable:
         return frozenset(c.tenant for c in self.callers.values() if c.tenant is not None)
 
     @property
-    def weights(self) -> dict[str | None, float]:
-        """Weights of the tenants that have a key; None: all callers without a tenant."""
-        return {one.tenant: one.rules.weight for one in self.callers.values()}
+    def rules(self) -> dict[str | None, TenantRules]:
+        """Rules of the tenants that have a key; None: all callers without a tenant."""
+        return {one.tenant: one.rules for one in self.callers.values()}
 
 
 def key_of(random_bytes: bytes) -> str:
@@ -192,14 +208,28 @@ def parse_key_file(content: bytes, read_filter: ReadFilter) -> KeyTable:
             else:
                 caller = replace(caller, is_named=False)
         callers[digest] = caller
-    return KeyTable(callers)
+    return KeyTable(callers, "keys" in document)
+
+
+def replacing(table: KeyTable, before: KeyTable) -> KeyTable:
+    """Return a table that replaces another one.
+
+    Raises:
+        InvalidInput: The file has lost all keys, and does not say that it should have none.
+    """
+    if before.callers and not table.callers and not table.names_keys:
+        problem = f"are missing, and there were {len(before.callers)}"
+        raise InvalidInput(
+            "keys", problem, "add an entry, or write `keys = []` to let no caller in"
+        )
+    return table
 
 
 def builtin_table(hashes: Mapping[str, str]) -> KeyTable:
     """Return the keys of the platform's own components.
 
     Args:
-        hashes: ``operator`` and ``sync``, each with the hash of its key.
+        hashes: ``operator`` with the hash of its key.
 
     Raises:
         InvalidInput: A name is unknown, or a hash is wrong.
@@ -213,11 +243,43 @@ def builtin_table(hashes: Mapping[str, str]) -> KeyTable:
     return KeyTable(callers)
 
 
-BUILTIN_SCOPES: Final[Mapping[str, frozenset[Scope]]] = {
-    "operator": frozenset({Scope.ADMIN}),
-    "sync": frozenset({Scope.WRITE}),
-}
-"""Scopes of the components that call the gateway: the self-test, and syncs of collections."""
+BUILTIN_SCOPES: Final[Mapping[str, frozenset[Scope]]] = {"operator": frozenset({Scope.ADMIN})}
+"""Scopes of the components that call the gateway with one key: the self-test."""
+
+
+def collection_key(collection: str, sign: Callable[[bytes], bytes]) -> str:
+    """Return the key of the syncs of one collection: its name and a signature.
+
+    A gateway verifies it without a list of collections, and with nothing that is secret.
+
+    Args:
+        collection: A DNS label.
+        sign: Returns the 64 bytes of an Ed25519 signature.
+    """
+    signature = base64.urlsafe_b64encode(sign(_signed(collection))).rstrip(b"=").decode()
+    return f"{KEY_PREFIX}sync.{collection}.{signature}"
+
+
+def collection_caller(key: str, is_signed: Callable[[bytes, bytes], bool]) -> Caller | None:
+    """Return the caller of a collection's key, which may write this collection and no other.
+
+    Args:
+        is_signed: Whether a signature, the second argument, is that of the first one.
+
+    Returns:
+        None if it is no such key, or its signature is wrong.
+    """
+    match = _COLLECTION_KEY.fullmatch(key)
+    if match is None:
+        return None
+    collection, text = match.groups()
+    if not is_signed(_signed(collection), base64.urlsafe_b64decode(f"{text}==")):
+        return None
+    return Caller("sync", scopes=frozenset({Scope.WRITE}), collections=(collection,))
+
+
+def _signed(collection: str) -> bytes:
+    return f"ragcache-collection-key-1\0{collection}".encode()
 
 
 def _entries(document: Mapping[str, Any], section: str) -> list[Any]:
@@ -242,11 +304,27 @@ def _tenant_rules(entries: list[Any]) -> dict[str | None, TenantRules]:
         name = _name(f"{path}.name", entry.get("name"))
         if name in rules:
             raise InvalidInput(path, "repeats a name", "use each once")
+        reserved = entry.get("reserved_share", 0)
         rules[name] = TenantRules(
             _number(f"{path}.weight", entry.get("weight", 1), 1 / MAX_WEIGHT, MAX_WEIGHT),
             read_quota(f"{path}.quota", entry.get("quota", {})),
+            _max_concurrent(f"{path}.max_concurrent", entry.get("max_concurrent")),
+            _number(f"{path}.reserved_share", reserved, 0.0, MAX_RESERVED),
         )
+    if (total := sum(one.reserved_share for one in rules.values())) > MAX_RESERVED:
+        problem = f"reserve {total:g} of the slots together"
+        fix = f"use at most {MAX_RESERVED:g} for the sum of reserved_share"
+        raise InvalidInput("tenants", problem, fix)
     return rules
+
+
+def _max_concurrent(path: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_CONCURRENT:
+        fix = f"use a whole number from 1 to {MAX_CONCURRENT}"
+        raise InvalidInput(path, "is out of range", fix)
+    return value
 
 
 def _number(path: str, value: object, least: float, most: float) -> float:
@@ -279,6 +357,7 @@ def _entry(path: str, entry: object, read_filter: ReadFilter) -> tuple[bytes, Ca
         collections=collections,
         filter=None if given is None else read_filter(_field(path, "filter"), given),
         quota=read_quota(_field(path, "quota"), entry.get("quota", {})),
+        max_concurrent=_max_concurrent(_field(path, "max_concurrent"), entry.get("max_concurrent")),
     )
     return _digest(_field(path, "hash"), entry.get("hash")), caller
 
@@ -359,6 +438,8 @@ def entry_text(
         fields["filter"] = search_filter
     if caller.quota:
         fields["quota"] = quota_fields(caller.quota)
+    if caller.max_concurrent is not None:
+        fields["max_concurrent"] = caller.max_concurrent
     _entry("", fields, read_filter)
     lines = (f"{field} = {toml_value(value)}" for field, value in fields.items())
     return "\n".join(("[[keys]]", *lines)) + "\n"

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
-from ragcache_core.identity.keys import ChunkKey, VariantKey
+from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
 
 
 class Codec(StrEnum):
@@ -115,6 +116,30 @@ class VariantInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Influence:
+    """What a variant depends on besides the tokens of its chunk.
+
+    Attributes:
+        rights: Of the reader whose request has computed it; it could read all documents before the
+            chunk, and all that these depend on. Empty: unknown.
+        writer: Key whose text is before the chunk. Empty: nothing but the platform's own text.
+        num_head: How many of the chunks before it are no documents.
+    """
+
+    rights: bytes = b""
+    writer: bytes = b""
+    num_head: int = 0
+
+    def __post_init__(self) -> None:
+        if not {len(self.rights), len(self.writer)} <= {0, KEY_BYTES}:
+            raise ValueError(f"a digest of an influence has no or {KEY_BYTES} bytes")
+
+
+NO_INFLUENCE: Final = Influence()
+"""Of a variant whose reader is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
 class Origin:
     """Where a variant comes from. The client passes it with the put, and the store keeps it.
 
@@ -128,6 +153,7 @@ class Origin:
         cost_s: Seconds that computing it took. 0: unknown.
         token_s: Predicted seconds per token of the prefill that computed it, T(cached, computed) /
             computed of its request. 0: unknown.
+        influence: Who may use it after other chunks than these.
     """
 
     prefix_chunks: tuple[ChunkKey, ...] = ()
@@ -136,6 +162,7 @@ class Origin:
     document: str = ""
     cost_s: float = 0.0
     token_s: float = 0.0
+    influence: Influence = NO_INFLUENCE
 
 
 class Tier(StrEnum):

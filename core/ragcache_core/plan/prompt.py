@@ -42,6 +42,7 @@ class Prompt:
             other prompts have them too. 0: the head is one segment.
         chunk_digests: ``token_digest`` of each chunk. Empty: they are computed for a plan.
         comes_once: Whether no other prompt is expected to have the part of the head that varies.
+        own_head: Whether the head has text of the caller, and not of the platform alone.
     """
 
     token_ids: PackedIds
@@ -50,6 +51,7 @@ class Prompt:
     stable_head: int = 0
     chunk_digests: tuple[bytes, ...] = field(default=(), compare=False)
     comes_once: bool = field(default=False, compare=False)
+    own_head: bool = field(default=True, compare=False)
 
     @property
     def head_ends(self) -> tuple[int, ...]:
@@ -98,7 +100,14 @@ def plan_exact(
         segments = tuple(
             replace(one, action=Action.COMPUTE) if one.start >= stable else one for one in segments
         )
-    return ReusePlan(request, domain, segments, planned_at_ms)
+    return ReusePlan(
+        request,
+        domain,
+        segments,
+        planned_at_ms,
+        num_head=len(prompt.head_ends),
+        own_head=prompt.own_head,
+    )
 
 
 def plan_blend(

@@ -18,11 +18,12 @@ from enum import StrEnum
 from typing import Any, Final
 from urllib.parse import quote
 
+from ragcache_core.access.reader import EVERYONE, Reader
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey
 from ragcache_core.store_api import MAX_NAME_CHARS
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 MAX_SEGMENTS = 4096
 DOMAIN_MAX_CHARS = 128
 MAX_ALPHA = 1e6
@@ -61,11 +62,13 @@ class Handoff(StrEnum):
 
 _ACTIONS: Final = tuple(Action)
 _CODES: Final = {action: code for code, action in enumerate(_ACTIONS)}
-_PREFILL, _TRIAL, _HAS_ALPHA, _DECODE = 1, 2, 4, 8
+_PREFILL, _TRIAL, _HAS_ALPHA, _DECODE, _READS_ALL, _OWN_HEAD = 1, 2, 4, 8, 16, 32
+_FLAGS: Final = 63
 
 # Little-endian without padding. The texts follow their lengths in UTF-8.
 # Version, flags, planned_at_ms, recompute_share, alpha, handoff_wait_s.
 _HEAD: Final = struct.Struct("<BBQddd")
+_READER: Final = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sH")  # rights, key, num_head
 _LENGTH: Final = struct.Struct("<H")
 _COUNTS: Final = struct.Struct("<HH")  # documents, segments
 _SEGMENT: Final = struct.Struct(f"<{KEY_BYTES}sIIBH")  # chunk, start, end, action, document
@@ -111,6 +114,9 @@ class ReusePlan:
         trial: The engine stores nothing that it computes, excludes the timings from its cost
             estimates, and blends even where computing is faster. Used to measure the quality of a
             blend.
+        reader: Who asks. It decides which variants a blend may use.
+        num_head: How many of the first segments are no documents.
+        own_head: Whether these have text of who asks, and not of the platform alone.
     """
 
     request: str
@@ -122,6 +128,9 @@ class ReusePlan:
     handoff_wait_s: float = 0.0
     alpha: float | None = None
     trial: bool = False
+    reader: Reader = EVERYONE
+    num_head: int = 0
+    own_head: bool = True
 
     @property
     def blends(self) -> bool:
@@ -141,6 +150,8 @@ class ReusePlan:
             | _DECODE * (self.handoff is Handoff.DECODE)
             | _TRIAL * self.trial
             | _HAS_ALPHA * (self.alpha is not None)
+            | _READS_ALL * self.reader.reads_all
+            | _OWN_HEAD * self.own_head
         )
         try:
             packed = [
@@ -152,6 +163,7 @@ class ReusePlan:
                     self.alpha or 0.0,
                     self.handoff_wait_s,
                 ),
+                _READER.pack(self.reader.rights, self.reader.key, self.num_head),
                 *map(_pack_text, (self.request, self.domain)),
                 _COUNTS.pack(len(documents), len(self.segments)),
                 *map(_pack_text, documents),
@@ -179,8 +191,9 @@ class ReusePlan:
             raise InvalidInput("ragcache.v", f"is {version}", f"send version {PLAN_VERSION}")
         _, flags, planned_at_ms, recompute_share, alpha, wait_s = reader.unpack(_HEAD)
         parts = flags & (_PREFILL | _DECODE)
-        if flags & ~(_PREFILL | _DECODE | _TRIAL | _HAS_ALPHA) or parts == _PREFILL | _DECODE:
+        if flags & ~_FLAGS or parts == _PREFILL | _DECODE:
             raise InvalidInput("ragcache.flags", f"are {flags}", "set those of this version")
+        rights, key, num_head = reader.unpack(_READER)
         request, domain = reader.text("ragcache.request"), reader.text("ragcache.domain")
         num_documents, num_segments = reader.unpack(_COUNTS)
         if num_segments > MAX_SEGMENTS or num_documents > num_segments:
@@ -207,6 +220,9 @@ class ReusePlan:
             handoff_wait_s=_in_range("ragcache.handoff_wait_s", wait_s, MAX_HANDOFF_WAIT_S),
             alpha=_in_range("ragcache.alpha", alpha, MAX_ALPHA) if flags & _HAS_ALPHA else None,
             trial=trial,
+            reader=Reader(rights, key, bool(flags & _READS_ALL)),
+            num_head=num_head,
+            own_head=bool(flags & _OWN_HEAD),
         )
 
 

@@ -32,6 +32,7 @@ MAX_KEYS: Final = 8
 """Most keys at a time. Each is tried on a plan with an invalid signature."""
 
 _CONTEXT: Final = b"ragcache-plan-signature-2\0"
+_RECEIPT_CONTEXT: Final = b"ragcache-receipt-signature-1\0"
 _HEX: Final = re.compile(r"(?:[0-9a-fA-F]{2})+")
 
 
@@ -78,6 +79,17 @@ def is_signed(plan: object, token_ids: TokenIds, given: object, keys: Iterable[b
         hmac.compare_digest(hmac.new(key, message, hashlib.sha256).hexdigest(), given)
         for key in keys
     ]
+    return any(matches)
+
+
+def sign_receipt(content: bytes, key: bytes) -> str:
+    """Return the signature of a receipt: 64 hex digits. It is valid for no plan."""
+    return hmac.new(key, _RECEIPT_CONTEXT + content, hashlib.sha256).hexdigest()
+
+
+def is_signed_receipt(content: bytes, given: str, keys: Iterable[bytes]) -> bool:
+    """Whether given, in ASCII, is the signature of a receipt under one of keys."""
+    matches = [hmac.compare_digest(sign_receipt(content, one), given) for one in keys]
     return any(matches)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from ragcache_core.access.reader import EVERYONE, Reader
 from ragcache_core.blend.variant_selection import ALPHA
 from ragcache_core.cluster.recent_deletes import RecentDeletes
 from ragcache_core.identity.keys import PUBLIC_DOMAIN
@@ -39,12 +40,14 @@ class AskedQuestion:
         documents: Name of each chunk's document.
         planned_at_ms: A time before the gateway searched for the chunks.
         domain: Access domain of its KV.
+        reader: Who asked.
     """
 
     prompt: Prompt
     documents: tuple[str, ...]
     planned_at_ms: int
     domain: str = PUBLIC_DOMAIN
+    reader: Reader = EVERYONE
 
 
 class QuestionReservoir:

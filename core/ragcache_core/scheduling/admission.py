@@ -26,6 +26,7 @@ class RefusalCode(StrEnum):
     NEXT_TOKEN = "next_token_over_limit"  # predicted, of spec.gateway.slo
     DEADLINE = "deadline_out_of_reach"  # predicted, of the request
     QUOTA = "quota_exceeded"  # of a key or a tenant
+    CONCURRENCY = "too_many_at_once"
     DEADLINE_PASSED = "deadline_passed"  # while the request waited
 
 

@@ -6,13 +6,18 @@ is kept for tenants below theirs. So a tenant that comes finds a slot at once, a
 its share as slots of the others become free. No request is ended for it, and the pool never has
 more than its capacity. A pool with one tenant only has no headroom.
 
+A tenant may also have a reserved share. No other tenant takes these slots, also while the tenant
+has nothing to ask. Between two changes of the shares a tenant below its reserved slots always
+finds one.
+
 Source: trunk reservation (Kelly, Loss networks, Annals of Applied Probability 1991).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Final, TypeVar
+from dataclasses import dataclass, field
+from typing import Final, Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
@@ -22,8 +27,33 @@ HEADROOM_SHARE: Final = 1 / 8
 _ROUNDING: Final = 1e-6
 
 
+@dataclass(frozen=True, slots=True)
+class Shares(Generic[T]):
+    """What the tenants that may come may have of a pool.
+
+    Attributes:
+        weights: Of a tenant that has none here it is 1.
+        reserved: Shares of the pool that are kept for a tenant, from 0 to 1; others have none.
+    """
+
+    weights: Mapping[T, float] = field(default_factory=dict)
+    reserved: Mapping[T, float] = field(default_factory=dict)
+
+    def reserved_slots(self, tenant: T, capacity: int) -> int:
+        """Return the slots of a pool that no other tenant takes."""
+        return int(self.reserved.get(tenant, 0.0) * capacity + _ROUNDING)
+
+    def missing_slots(self, tenant: T, held: Mapping[T, int], capacity: int) -> int:
+        """Return the reserved slots that tenants other than this one do not have yet."""
+        return sum(
+            max(0, self.reserved_slots(one, capacity) - held.get(one, 0))
+            for one in self.reserved
+            if one != tenant
+        )
+
+
 def share_of(tenant: T, held: Mapping[T, int], weights: Mapping[T, float], capacity: int) -> float:
-    """Return the slots of a pool that a tenant may always have, 1 at least.
+    """Return the slots of a pool that a tenant may have by its weight, 1 at least.
 
     Args:
         held: Slots that tenants have now.
@@ -35,11 +65,21 @@ def share_of(tenant: T, held: Mapping[T, int], weights: Mapping[T, float], capac
     return max(1.0, capacity * weights.get(tenant, 1.0) / total)
 
 
-def may_enter(tenant: T, held: Mapping[T, int], weights: Mapping[T, float], capacity: int) -> bool:
-    """Whether a tenant may take one more slot of a pool. Arguments are those of ``share_of``."""
+def may_enter(tenant: T, held: Mapping[T, int], shares: Shares[T], capacity: int) -> bool:
+    """Whether a tenant may take one more slot of a pool.
+
+    Args:
+        held: Slots that tenants have now.
+    """
     free = capacity - sum(held.values())
     if free <= 0:
         return False
-    if held.get(tenant, 0) + 1 <= share_of(tenant, held, weights, capacity) + _ROUNDING:
+    own = held.get(tenant, 0)
+    if own < shares.reserved_slots(tenant, capacity):
+        return True
+    free -= shares.missing_slots(tenant, held, capacity)
+    if free <= 0:
+        return False
+    if own + 1 <= share_of(tenant, held, shares.weights, capacity) + _ROUNDING:
         return True
     return free > max(1, int(HEADROOM_SHARE * capacity))

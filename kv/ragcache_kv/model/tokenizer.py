@@ -34,6 +34,41 @@ _FILES = (
 )
 
 
+class ControlTexts:
+    """The texts of a model's control tokens, and where other texts have them.
+
+    Its time is linear in a text, also for the thousands of control tokens that some models have.
+
+    Args:
+        texts: Of the control tokens, in any order, without repetition.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = tuple(texts)
+        self._known = frozenset(texts)
+        lengths: dict[str, set[int]] = {}
+        for text in texts:
+            lengths.setdefault(text[0], set()).add(len(text))
+        self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
+        firsts = "".join(map(re.escape, lengths))
+        self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Return the bounds of each control token in a text, ascending: the longest from left."""
+        found = []
+        at = 0
+        while (match := self._first.search(text, at)) is not None:
+            start = match.start()
+            at = start + 1
+            for length in self._lengths[match[0]]:
+                at_end = min(start + length, len(text))
+                if text[start:at_end] in self._known:
+                    at = at_end
+                    found.append((start, at))
+                    break
+        return found
+
+
 class ChunkTokenizer:
     """Tokenizes chunks and checks token ids of chunks. Not safe for several threads.
 
@@ -53,7 +88,14 @@ class ChunkTokenizer:
             if token.content.strip() and token.content not in unknown
         }
         tokenizer.add_special_tokens([_as_special(token) for token in controls.values()])
-        self._spelled = re.compile("|".join(re.escape(one.content) for one in controls.values()))
+        self.control_texts = ControlTexts([one.content for one in controls.values()])
+        self._normalizer = tokenizer.normalizer
+        normalized = {
+            self._normalizer.normalize_str(one.content)
+            for one in controls.values()
+            if self._normalizer is not None and one.normalized
+        }
+        self._normalized = ControlTexts(sorted(filter(None, normalized)))
         self._tokenizer = tokenizer
         self._controls = frozenset(controls)
 
@@ -78,9 +120,20 @@ class ChunkTokenizer:
 
         A server that tokenizes the text then takes it as plain text. Safe for threads.
         """
-        if not self._controls:
-            return text
-        return self._spelled.sub(lambda found: f"{found[0][0]}{_APART}{found[0][1:]}", text)
+        if self.is_disguised(text) and not self.control_texts.spans(text):
+            return _APART.join(text)
+        pieces: list[str] = []
+        end = 0
+        for start, _ in self.control_texts.spans(text):
+            pieces += (text[end : start + 1], _APART)
+            end = start + 1
+        return "".join([*pieces, text[end:]])
+
+    def is_disguised(self, text: str) -> bool:
+        """Whether a text becomes a control token only once the tokenizer has normalized it."""
+        return bool(self._normalized.texts) and bool(
+            self._normalized.spans(self._normalizer.normalize_str(text))
+        )
 
     def unpack(self, packed: bytes) -> PackedIds | None:
         """Return the ids of ``pack_ids``; None unless they can be those of a chunk.

@@ -16,7 +16,7 @@ import grpc.aio
 from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.store_api import ChunkVariants, Deletion, LookupKey
+from ragcache_core.store_api import ChunkVariants, Deletion, LookupKey, Remains
 from ragcache_kv.store_client.client import DELETE_TIMEOUT_S, LOOKUP_TIMEOUT_S, checked_reply
 from ragcache_kv.store_client.shard_router import NO_SHARDS
 from ragcache_kv.transport.transport import SERVICE
@@ -27,11 +27,13 @@ from ragcache_kv.values.conversions import (
     to_lookup_request,
 )
 from ragcache_wire.channel import OPTIONS
+from ragcache_wire.peers.signed_channel import signed
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.tracing import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
 from ragcache_wire.watched.members import Members
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 T = TypeVar("T")
 
@@ -39,8 +41,8 @@ T = TypeVar("T")
 class AsyncStoreClient:
     """Client of the store at address ("host:port"), for one event loop."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+    def __init__(self, address: str, keys: SigningKeys | None = None) -> None:
+        self._channel = signed(grpc.aio.insecure_channel(address, options=OPTIONS), keys)
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
 
     async def close(self, grace_s: float | None = None) -> None:
@@ -58,6 +60,12 @@ class AsyncStoreClient:
         request = pb.DeleteRequest(deletion=to_deletion(deletion))
         reply: pb.DeleteReply = await self._call(self._stub.Delete, request, DELETE_TIMEOUT_S)
         return reply.removed
+
+    async def remains(self, deletion: Deletion) -> Remains:
+        """Return what the store holds of what a deletion names."""
+        request = pb.RemainsRequest(deletion=to_deletion(deletion))
+        reply: pb.RemainsReply = await self._call(self._stub.FindRemains, request, DELETE_TIMEOUT_S)
+        return Remains(reply.in_memory, reply.on_disk, reply.unfreed)
 
     async def prefetch(self, keys: Sequence[VariantKey]) -> int:
         """Bring values from disk into memory, in the background. Return how many."""
@@ -81,10 +89,16 @@ class AsyncStoreClient:
 
 
 class AsyncShardedStore:
-    """Async client of every shard among members."""
+    """Async client of every shard among members.
 
-    def __init__(self, members: Members) -> None:
+    Args:
+        members: The shards.
+        keys: The platform's signing keys. None: calls carry no token.
+    """
+
+    def __init__(self, members: Members, keys: SigningKeys | None = None) -> None:
         self._members = members
+        self._keys = keys
         self._addresses: tuple[str, ...] = ()
         self._clients: dict[str, AsyncStoreClient] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -106,10 +120,17 @@ class AsyncShardedStore:
 
         Raises Unavailable, InvalidInput.
         """
+        return await self._client(address).delete(deletion)
+
+    async def remains_on(self, address: str, deletion: Deletion) -> Remains:
+        """Return what one shard holds of what a deletion names. Raises Unavailable."""
+        return await self._client(address).remains(deletion)
+
+    def _client(self, address: str) -> AsyncStoreClient:
         client = self._current().get(address)
         if client is None:
             raise Unavailable(SERVICE, f"shard {address} is no member")
-        return await client.delete(deletion)
+        return client
 
     async def stats(self) -> dict[str, pb.StatsReply | None]:
         """Return counters and sizes by the shard's address; None for one that does not answer."""
@@ -163,7 +184,9 @@ class AsyncShardedStore:
         if addresses is not self._addresses:
             self._addresses = addresses
             before = self._clients
-            self._clients = {name: before.get(name) or AsyncStoreClient(name) for name in addresses}
+            self._clients = {
+                name: before.get(name) or AsyncStoreClient(name, self._keys) for name in addresses
+            }
             for name in before.keys() - self._clients.keys():
                 # Running calls end at their deadlines, in the background.
                 task = asyncio.create_task(before[name].close(DELETE_TIMEOUT_S))

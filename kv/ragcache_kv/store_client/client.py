@@ -53,10 +53,12 @@ from ragcache_kv.values.conversions import (
 from ragcache_kv.values.outgoing_value import OutgoingValue
 from ragcache_kv.values.stored_value import Allocate, StoredValue
 from ragcache_wire.channel import OPTIONS
+from ragcache_wire.peers.signed_channel import signed
 from ragcache_wire.status import NoAnswer, from_rpc_error
 from ragcache_wire.tracing import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 __all__ = [
     "DELETE_TIMEOUT_S",
@@ -90,12 +92,18 @@ class StoreClient:
         hello: The store's identity; None before the first call.
     """
 
-    def __init__(self, address: str, transports: Sequence[str] = TRANSPORTS) -> None:
+    def __init__(
+        self,
+        address: str,
+        transports: Sequence[str] = TRANSPORTS,
+        keys: SigningKeys | None = None,
+    ) -> None:
         """Keep the address. The client connects at its first call.
 
         Args:
             address: "host:port".
             transports: The transports to try, in this order.
+            keys: The platform's signing keys. None: calls carry no token.
 
         Raises:
             InvalidInput: A transport is unknown.
@@ -106,7 +114,8 @@ class StoreClient:
         self.address = address
         self.hello: pb.HelloReply | None = None
         self._transports = tuple(transports)
-        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._keys = keys
+        self._channel = signed(grpc.insecure_channel(address, options=OPTIONS), keys)
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
         self._lock = threading.Lock()
         self._transport: Transport | None = None
@@ -410,12 +419,12 @@ class StoreClient:
 
     def _make(self, name: str, hello: pb.HelloReply) -> Transport | None:
         if name == "shared":
-            return (
-                SharedMemoryTransport(hello.data_socket, hello.boot) if hello.data_socket else None
-            )
+            path = hello.data_socket
+            return SharedMemoryTransport(path, hello.boot, self._keys) if path else None
         if name == "socket":
             host = self.address.rpartition(":")[0].strip("[]")
-            return TcpTransport(host, hello.data_port, hello.boot) if hello.data_port else None
+            port = hello.data_port
+            return TcpTransport((host, port), hello.boot, self._keys) if port else None
         return GrpcTransport(self._channel)
 
     def _require_own(self) -> None:

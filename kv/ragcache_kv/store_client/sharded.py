@@ -42,6 +42,7 @@ from ragcache_kv.transport.transport import SERVICE
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue
 from ragcache_kv.values.stored_value import Allocate, ValueOrMiss
 from ragcache_wire.watched.members import Members
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 MAX_CONCURRENT_CALLS = 256
 """Threads that read several shards at once.
@@ -57,10 +58,14 @@ class ShardedStore:
     """Blocking client of every shard among members. Safe for threads.
 
     It connects to a shard at the first call to it.
+
+    Args:
+        members: The shards.
+        keys: The platform's signing keys. None: calls carry no token.
     """
 
-    def __init__(self, members: Members) -> None:
-        self._router = ShardRouter(members)
+    def __init__(self, members: Members, keys: SigningKeys | None = None) -> None:
+        self._router = ShardRouter(members, keys)
         # Its threads start when a call goes to several shards.
         self._pool = ThreadPoolExecutor(MAX_CONCURRENT_CALLS, "shards")
 

@@ -24,8 +24,10 @@ from ragcache_kv.transport.framing import (
 )
 from ragcache_kv.transport.transport import SERVICE, Transport
 from ragcache_kv.values.conversions import from_outcome, to_put_header
+from ragcache_wire.peers.peer_access import proof_for
 from ragcache_wire.tracing import traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 MAX_CONNECTIONS = 8
 """Connections of one client to one store. Further calls wait for one, within their deadlines."""
@@ -350,6 +352,22 @@ class FramedTransport(Transport, Generic[C]):
             self.pool.drop(connection)
             raise
         return OpenCall(self.pool, connection, reply, asked_at)
+
+
+def send_credential(connection: FramedConnection, boot: bytes, keys: SigningKeys | None) -> None:
+    """Answer the challenge with which a store begins a connection.
+
+    Args:
+        boot: Id of the store's start that the client expects.
+        keys: The platform's signing keys. None: the client proves nothing.
+
+    Raises:
+        ConnectionBroken: The connection ended.
+        RagCacheError: The store refused the connection.
+    """
+    message = receive_reply(connection, FrameKind.CHALLENGE, pb.DataChallenge)
+    proof = proof_for(keys, message.challenge, boot)
+    connection.send(FrameKind.CREDENTIAL, pb.DataCredential(proof=proof))
 
 
 def receive_reply(connection: FramedConnection, reply_kind: FrameKind, reply_type: type[M]) -> M:

@@ -5,7 +5,8 @@ connection carries one call at a time, so replies need no number. Most releases 
 
 ```
     client                            server
-                                      WELCOME (HelloReply); a Unix socket also passes three
+                                      CHALLENGE (DataChallenge)
+    CREDENTIAL (DataCredential)       WELCOME (HelloReply); a Unix socket also passes three
                                       descriptors: the memory tier (read and write), the file of
                                       values (read) and the status page (read)
     GET (GetRequest)                  GOT (DataGetReply); over TCP the values follow, in the
@@ -40,6 +41,7 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from enum import IntEnum
@@ -47,11 +49,21 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+from ragcache_core.errors import (
+    InvalidInput,
+    NotFound,
+    RagCacheError,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+)
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 HEADER = struct.Struct("<IBxxxI")
 """Size of the message that follows, its kind, and the number of skippable bytes after it."""
+
+MAX_CREDENTIAL_BYTES = 256
+"""Bound of a client's message before the store has admitted it."""
 
 MAX_REQUEST_BYTES = 1 << 20
 """Bound of a client's message: MAX_KEYS keys, or the largest header of a put."""
@@ -93,6 +105,7 @@ class FrameKind(IntEnum):
     ABORT = 5
     READS = 6
     WRITTEN = 7
+    CREDENTIAL = 8
     WELCOME = 64
     GOT = 65
     GRANT = 66
@@ -100,6 +113,7 @@ class FrameKind(IntEnum):
     ERROR = 68
     RELEASED = 69
     EVICTED = 70
+    CHALLENGE = 71
 
 
 class ConnectionBroken(Exception):
@@ -118,11 +132,44 @@ class TooManyCalls(TimedOut):
     """This client already has its maximum of concurrent calls. The other end may be fine."""
 
 
+class FrameLimits:
+    """What one server's clients may send: the bytes of all large messages, and the time of one.
+
+    A message is large if it does not fit into the read buffer. Safe to use from any thread.
+
+    Args:
+        num_bytes: Bound of the large messages of all connections together.
+        timeout_s: How long a message may take after its first bytes.
+    """
+
+    def __init__(self, num_bytes: int, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._free_bytes = num_bytes
+        self._changed = threading.Condition()
+
+    def take(self, num_bytes: int, deadline: float) -> None:
+        """Wait until num_bytes are free, and take them. Raises TimedOut."""
+        with self._changed:
+            while self._free_bytes < num_bytes:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise TimedOut("other connections use the memory for messages")
+            self._free_bytes -= num_bytes
+
+    def give(self, num_bytes: int) -> None:
+        """Give back what a connection took."""
+        with self._changed:
+            self._free_bytes += num_bytes
+            self._changed.notify_all()
+
+
 class FramedConnection:
     """One end of a connection. Only one thread may use it at a time.
 
     The kernel enforces the deadline of a call as a timeout of the socket. That costs nothing while
     bytes flow, and a transfer stays one system call.
+
+    Args:
+        limits: What the other end may send. None: each message is bounded alone.
 
     Attributes:
         deadline: Deadline of the current call, on the clock of time.monotonic.
@@ -130,8 +177,10 @@ class FramedConnection:
             would wake the other end for no caller.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, limits: FrameLimits | None = None) -> None:
         self.socket = sock
+        self._limits = limits
+        self._taken_bytes = 0
         self.deadline = 0.0
         self.deferred: list[tuple[FrameKind, Message]] = []
         self._ahead = bytearray(READ_BYTES)
@@ -141,7 +190,7 @@ class FramedConnection:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._spins_to_skip = 0
-        self._limits_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
+        self._timeouts_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
         sock.setblocking(True)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -149,6 +198,13 @@ class FramedConnection:
     def close(self) -> None:
         """Close the connection."""
         self.socket.close()
+        self.release_messages()
+
+    def release_messages(self) -> None:
+        """Give back the memory of the large messages that were received. They are used no more."""
+        if self._limits is not None and self._taken_bytes:
+            taken, self._taken_bytes = self._taken_bytes, 0
+            self._limits.give(taken)
 
     def interrupt(self) -> None:
         """Shut the connection down while another thread uses it. That thread then closes it."""
@@ -272,9 +328,14 @@ class FramedConnection:
         Raises:
             ConnectionBroken: The connection ended, or the message is larger than most.
         """
+        deadline = self.deadline
         if self._skippable:
+            self._limit_message()
             self._skip()
+        self.deadline = deadline
         while self._end - self._start < HEADER.size:
+            if self._start < self._end:
+                self._limit_message()
             self._read_ahead()
         size, kind, self._skippable = HEADER.unpack_from(self._ahead, self._start)
         if size > most:
@@ -282,13 +343,23 @@ class FramedConnection:
         self._start += HEADER.size
         if size <= READ_BYTES:
             while self._end - self._start < size:
+                self._limit_message()
                 self._read_ahead()
             message = self._view[self._start : self._start + size]
             self._start += size
             return kind, message
+        self._limit_message()
+        if self._limits is not None:
+            self._limits.take(size, self.deadline)
+            self._taken_bytes += size
         message = memoryview(bytearray(size))
         self.receive_into(message)
         return kind, message
+
+    def _limit_message(self) -> None:
+        """Bound the time until the message has arrived, which has begun."""
+        if self._limits is not None:
+            self.deadline = min(self.deadline, time.monotonic() + self._limits.timeout_s)
 
     def accept_early_bytes(self) -> None:
         """Keep the skippable bytes of the last frame: the caller receives them next."""
@@ -335,8 +406,8 @@ class FramedConnection:
         if left_s <= 0:
             raise TimedOut("the deadline has passed")
         # Most calls have the same timeout as those before, so a little slack saves a system call.
-        if not left_s <= self._limits_s[option] <= left_s * 1.1:
-            self._limits_s[option] = limit_s = left_s * 1.05
+        if not left_s <= self._timeouts_s[option] <= left_s * 1.1:
+            self._timeouts_s[option] = limit_s = left_s * 1.05
             value = struct.pack("ll", *divmod(int(limit_s * 1e6) + 1, 1_000_000))
             try:
                 self.socket.setsockopt(socket.SOL_SOCKET, option, value)
@@ -370,6 +441,10 @@ def to_error(error: RagCacheError) -> pb.DataError:
         case TooLarge() | InvalidInput():
             kind = "too_large" if isinstance(error, TooLarge) else "invalid"
             return pb.DataError(type=kind, field=error.field, problem=error.problem, fix=error.fix)
+        case Unauthenticated():
+            return pb.DataError(
+                type="unauthenticated", field=error.field, problem=error.problem, fix=error.fix
+            )
         case NotFound():
             return pb.DataError(
                 type="not_found", field=error.kind, problem=error.name, fix=error.fix
@@ -389,6 +464,8 @@ def from_error(service: str, message: pb.DataError) -> RagCacheError:
             return TooLarge(message.field, message.problem, message.fix)
         case "invalid":
             return InvalidInput(message.field, message.problem, message.fix)
+        case "unauthenticated":
+            return Unauthenticated(message.field, message.problem, message.fix)
         case "not_found":
             return NotFound(message.field, message.problem, message.fix)
         case "unavailable":

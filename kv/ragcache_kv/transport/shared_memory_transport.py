@@ -33,7 +33,12 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, ValuePart
 from ragcache_core.store_api import LEASE_S, Ack, NewVariant, PutOutcome
 from ragcache_kv.transport.extent_cache import CachedExtents, ExtentCache
-from ragcache_kv.transport.framed_transport import FramedTransport, OpenCall, receive_reply
+from ragcache_kv.transport.framed_transport import (
+    FramedTransport,
+    OpenCall,
+    receive_reply,
+    send_credential,
+)
 from ragcache_kv.transport.framing import ConnectionBroken, FramedConnection, FrameKind, TimedOut
 from ragcache_kv.transport.liveness import LivenessConnection, StatusPageView
 from ragcache_kv.transport.reader_pair import ReaderPair
@@ -61,6 +66,7 @@ from ragcache_kv.values.stored_value import (
     allocate_value,
 )
 from ragcache_wire.v1 import cachestore_pb2 as pb
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 MAX_CACHED_EXTENTS = 4096
 """Values whose extents a client remembers."""
@@ -148,11 +154,18 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
 
     name = "shared"
 
-    def __init__(self, path: str, boot: bytes) -> None:
-        """Connect at the first call. A store with another boot id is refused."""
+    def __init__(self, path: str, boot: bytes, keys: SigningKeys | None = None) -> None:
+        """Connect at the first call. A store with another boot id is refused.
+
+        Args:
+            path: Of the socket.
+            boot: Boot id of the store.
+            keys: The platform's signing keys. None: the client proves nothing.
+        """
         super().__init__(self._open)
         self._path = path
         self._boot = boot
+        self._keys = keys
         self._lock = threading.Lock()
         self._mapped: MappedStore | None = None
         self._extents = ExtentCache(MAX_CACHED_EXTENTS)
@@ -325,6 +338,9 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
             connection = SharedMemoryConnection(sock, deadline)
             sock.settimeout(max(1e-3, deadline - time.monotonic()))
             sock.connect(self._path)
+            sock.setblocking(True)
+            send_credential(connection, self._boot, self._keys)
+            sock.settimeout(max(1e-3, deadline - time.monotonic()))
             _, fds, _, _ = socket.recv_fds(sock, 1, 3, socket.MSG_CMSG_CLOEXEC)
             sock.setblocking(True)
             self._welcome(connection, fds)

@@ -16,7 +16,12 @@ from typing_extensions import override
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
-from ragcache_kv.transport.framed_transport import FramedTransport, OpenCall, receive_reply
+from ragcache_kv.transport.framed_transport import (
+    FramedTransport,
+    OpenCall,
+    receive_reply,
+    send_credential,
+)
 from ragcache_kv.transport.framing import (
     EARLY_BYTES,
     PIECE_BYTES,
@@ -41,6 +46,7 @@ from ragcache_kv.values.stored_value import (
     allocate_value,
 )
 from ragcache_wire.v1 import cachestore_pb2 as pb
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 KEYS_PER_CALL = 64
 """Values of which one call holds leases. The client asks for more when these have arrived."""
@@ -49,15 +55,24 @@ GetCall = OpenCall[FramedConnection, pb.DataGetReply]
 
 
 class TcpTransport(FramedTransport[FramedConnection]):
-    """Receives values from the store that listens on host and port."""
+    """Receives values from the store that listens at an address."""
 
     name = "socket"
 
-    def __init__(self, host: str, port: int, boot: bytes) -> None:
-        """Connect at the first call. A store with another boot id is refused."""
+    def __init__(
+        self, address: tuple[str, int], boot: bytes, keys: SigningKeys | None = None
+    ) -> None:
+        """Connect at the first call. A store with another boot id is refused.
+
+        Args:
+            address: Host and port.
+            boot: Boot id of the store.
+            keys: The platform's signing keys. None: the client proves nothing.
+        """
         super().__init__(self._open)
-        self._address = (host, port)
+        self._address = address
         self._boot = boot
+        self._keys = keys
 
     @override
     def get(self, request: ValueRequest) -> Iterator[ValueOrMiss]:
@@ -130,6 +145,7 @@ class TcpTransport(FramedTransport[FramedConnection]):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
             connection = FramedConnection(sock)
             connection.deadline = deadline
+            send_credential(connection, self._boot, self._keys)
             hello = checked_hello(receive_reply(connection, FrameKind.WELCOME, pb.HelloReply))
             if hello.boot != self._boot:
                 address = f"{self._address[0]}:{self._address[1]}"

@@ -14,6 +14,7 @@ from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
 from ragcache_core.identity.variant import (
     Codec,
+    Influence,
     Miss,
     Origin,
     Precision,
@@ -214,7 +215,28 @@ def to_origin(origin: Origin) -> pb.Origin:
         domain=origin.domain,
         document=origin.document,
         token_s=origin.token_s,
+        influence=to_influence(origin.influence),
     )
+
+
+def to_influence(influence: Influence) -> pb.Influence:
+    """Convert what a variant depends on."""
+    return pb.Influence(
+        rights=influence.rights, writer=influence.writer, num_head=influence.num_head
+    )
+
+
+def from_influence(field: str, message: pb.Influence) -> Influence:
+    """Read what a variant depends on. Raises InvalidInput."""
+    for name, digest in (("rights", message.rights), ("writer", message.writer)):
+        if len(digest) not in (0, KEY_BYTES):
+            problem = f"has {len(digest)} bytes"
+            raise InvalidInput(f"{field}.{name}", problem, f"send {KEY_BYTES} bytes or none")
+    if message.num_head > MAX_PREFIX_CHUNKS:
+        raise InvalidInput(
+            f"{field}.num_head", f"is {message.num_head}", f"send at most {MAX_PREFIX_CHUNKS}"
+        )
+    return Influence(message.rights, message.writer, message.num_head)
 
 
 def from_origin(field: str, message: pb.Origin) -> Origin:
@@ -231,6 +253,7 @@ def from_origin(field: str, message: pb.Origin) -> Origin:
         domain=from_name(f"{field}.domain", message.domain),
         document=from_name(f"{field}.document", message.document),
         token_s=message.token_s,
+        influence=from_influence(f"{field}.influence", message.influence),
     )
 
 
@@ -505,6 +528,7 @@ def to_stored_variant(stored: StoredVariant, value_format: int) -> pb.StoredVari
         prefix_chunks=stored.prefix_chunks,
         copies=stored.copies,
         wants_higher_precision=stored.wants_higher_precision,
+        influence=to_influence(stored.influence),
     )
 
 
@@ -518,6 +542,7 @@ def from_stored_variant(field: str, message: pb.StoredVariant) -> StoredVariant:
         prefix_chunks=tuple(message.prefix_chunks),
         copies=tuple(message.copies),
         wants_higher_precision=message.wants_higher_precision,
+        influence=from_influence(f"{field}.influence", message.influence),
     )
 
 

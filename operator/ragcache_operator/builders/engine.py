@@ -127,6 +127,7 @@ def _arguments(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement
         *("--max-model-len", str(model.max_length)),
         "--enable-prompt-tokens-details",
         *("--middleware", "ragcache_engine.telemetry.health.HealthMiddleware"),
+        *("--middleware", "ragcache_engine.peer_middleware.PeerMiddleware"),
         *("--kv-transfer-config", _json(_CONNECTOR)),
         # The gateway composes the priority of each request.
         *("--scheduling-policy", "priority"),

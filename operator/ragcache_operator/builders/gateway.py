@@ -18,12 +18,13 @@ from ragcache_operator.builders.keys import (
 from ragcache_operator.builders.metadata import Object
 from ragcache_operator.builders.model import HUB_START_S, model_environment, model_mounts
 from ragcache_operator.builders.placement import (
+    AUDIT_FOLDER,
     LIMITS_FILE,
     LIMITS_FOLDER,
     Endpoint,
     PlatformPlacement,
 )
-from ragcache_operator.builders.pod import DerivedResources, Probes, resources
+from ragcache_operator.builders.pod import DerivedResources, Mount, Probes, resources
 from ragcache_operator.builders.services import external_service, http_route, ingress, service
 from ragcache_operator.builders.watched_files import LIMITS, MEMBERS, limits_config_map
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
@@ -94,6 +95,7 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
             signing_mount(cache, placement),
             *api_key_mounts(cache, placement),
             *engine_key_mounts(cache),
+            *_audit_mounts(cache),
             *(mount for number, one in enumerate(models) for mount in model_mounts(one, number)),
         ),
         drain=("sleep", str(_ENDPOINT_REMOVAL_S)),
@@ -123,9 +125,17 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
     return children
 
 
+def _audit_mounts(cache: RagCache) -> list[Mount]:
+    audit = cache.spec.gateway.audit
+    if audit is None or audit.claim is None:
+        return []
+    volume = {"persistentVolumeClaim": {"claimName": audit.claim}}
+    return [Mount("audit", AUDIT_FOLDER, volume)]
+
+
 def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, EnvValue]:
     model, *others = cache.spec.models
-    has_keys = uses_keys(cache, placement)
+    has_keys, audit = uses_keys(cache, placement), cache.spec.gateway.audit
     other_models = [
         ModelSettings(
             one.served_name, placement.model(one.parsed_source, number), one.dtype, one.max_length
@@ -134,6 +144,7 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
     ]
     return {
         **model_environment(*cache.spec.models),
+        **(placement.pod_identity() if audit is not None and audit.claim else {}),
         **settings_environment(
             GatewaySettings,
             cache,
@@ -142,6 +153,7 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
             metrics_listen=str(placement.bind_address(METRICS)),
             admin_listen=str(placement.bind_address(ADMIN)) if placement.is_cluster else None,
             api_keys_file=placement.api_keys_file() if has_keys else None,
+            audit=None if audit is None else placement.audit_log(has_claim=audit.claim is not None),
             builtin_keys=placement.builtin_keys() if has_keys else None,
             **(_LIMITS_FROM_FILE if placement.is_cluster else {}),
             retriever=str(placement.address_of(retriever.GRPC)),

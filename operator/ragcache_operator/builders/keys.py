@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from ragcache_core.access.caller import Caller, Scope
 from ragcache_core.access.key_file import (
     BUILTIN_SCOPES,
     KEY_BYTES,
+    collection_key,
     entry_text,
     hash_text,
     key_of,
@@ -33,14 +36,11 @@ from ragcache_operator.builders.pod import Mount
 from ragcache_operator.spec.ragcache import RagCache
 
 OPERATOR: Final = "operator"
-SYNC: Final = "sync"
 ADMIN_KEY: Final = "admin-key"
 """Entry of the generated Secret with the key itself, for the person who installs a RagCache."""
 
 _API_KEYS: Final = "api-keys"
 _ENGINE_KEYS: Final = "engine-keys"
-_SYNC_KEY: Final = "sync-key"
-_SYNC_ENTRY: Final = "key"
 _SIGNING_KEY: Final = "signing-key"
 _UID_CHARS: Final = 8
 _READABLE_BY_GROUP: Final = 0o440
@@ -72,9 +72,20 @@ class ComponentKeys:
         text = f"ragcache-component-key-1\0{client}\0{uid}"
         return key_of(hmac.new(self.root, text.encode(), hashlib.sha256).digest())
 
+    def collection_key(self, collection: str, uid: str) -> str:
+        """Return the key of the syncs of one collection of the RagCache of this uid."""
+        return collection_key(collection, self._signing_key(uid).sign)
+
     def hashes(self, uid: str) -> str:
-        """Return the gateway's setting of built-in keys."""
-        return ",".join(f"{name}={hash_text(self.key(name, uid))}" for name in BUILTIN_SCOPES)
+        """Return the gateway's setting of built-in keys. None of it is secret."""
+        hashes = [f"{name}={hash_text(self.key(name, uid))}" for name in BUILTIN_SCOPES]
+        public = self._signing_key(uid).public_key().public_bytes_raw()
+        return ",".join((*hashes, f"sync=ed25519:{public.hex()}"))
+
+    def _signing_key(self, uid: str) -> Ed25519PrivateKey:
+        text = f"ragcache-collection-keys-1\0{uid}"
+        seed = hmac.new(self.root, text.encode(), hashlib.sha256).digest()
+        return Ed25519PrivateKey.from_private_bytes(seed)
 
 
 def uses_keys(cache: RagCache, placement: PlatformPlacement) -> bool:
@@ -142,19 +153,6 @@ def engine_key_mounts(cache: RagCache) -> tuple[Mount, ...]:
     return (Mount(_ENGINE_KEYS, ENGINE_KEYS_FOLDER, {"projected": volume}, read_only=True),)
 
 
-def sync_secret(cache: RagCache, placement: PlatformPlacement, keys: ComponentKeys) -> Object:
-    """Return the Secret with the key of syncs. Its name follows from the key."""
-    key = keys.key(SYNC, placement.owner)
-    return _secret(cache, placement, _sync_secret_name(cache, key), {_SYNC_ENTRY: key})
-
-
-def sync_variable(cache: RagCache, placement: PlatformPlacement, keys: ComponentKeys) -> Object:
-    """Return the environment variable of a sync's container with its key."""
-    name = _sync_secret_name(cache, keys.key(SYNC, placement.owner))
-    reference = {"name": name, "key": _SYNC_ENTRY}
-    return {"name": "RAGCACHE_API_KEY", "valueFrom": {"secretKeyRef": reference}}
-
-
 def signing_secret_name(cache: RagCache, placement: PlatformPlacement) -> str:
     """Return the name of the Secret with the key that signs plans."""
     return _unique_name(cache, placement, _SIGNING_KEY)
@@ -185,11 +183,6 @@ def _unique_name(cache: RagCache, placement: PlatformPlacement, suffix: str) -> 
     it may belong to a deleted RagCache of the same name and be deleted soon.
     """
     return f"{object_name(cache, suffix)}-{placement.owner[:_UID_CHARS]}".rstrip("-")
-
-
-def _sync_secret_name(cache: RagCache, key: str) -> str:
-    digest = hashlib.sha256(key.encode()).hexdigest()[:_UID_CHARS]
-    return f"{object_name(cache, _SYNC_KEY)}-{digest}"
 
 
 def _secret(

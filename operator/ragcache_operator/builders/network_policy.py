@@ -43,7 +43,6 @@ _EDGES: Final = (
 _OPERATOR_TARGETS: Final = (
     ("gateway", "admin"),
     ("retriever", "health"),
-    ("retriever", "grpc"),
     ("engine", "http"),
     ("cachestore", "health"),
 )
@@ -68,6 +67,18 @@ _READS_MODEL: Final = ("gateway", "retriever", "engine")
 _DNS_PORTS: Final = (53, 5353)
 """OpenShift's DNS pods use the second port. The rule allows any address, because a node-local DNS
 cache is not a pod."""
+_DNS: Final = [
+    {"port": port, "protocol": protocol} for port in _DNS_PORTS for protocol in ("UDP", "TCP")
+]
+_PUBLIC: Final = {
+    "0.0.0.0/0": (
+        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "168.63.129.16/32"),
+        *("169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24", "192.168.0.0/16", "198.18.0.0/15"),
+        *("224.0.0.0/4", "240.0.0.0/4"),
+    ),
+    "::/0": ("::/96", "::ffff:0:0/96", "64:ff9b::/96", "2002::/16", "fc00::/7", "fe80::/10"),
+}
+"""All addresses, and the blocks in them that are closed to sources of collections."""
 _HTTPS: Final = 443
 _BACKEND_PORTS: Final = {"postgres": (5432,), "milvus": (19530,)}
 """Usual ports of the backends."""
@@ -89,10 +100,28 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
             {
                 "podSelector": {"matchLabels": component_selector(name, SYNC_COMPONENT)},
                 "policyTypes": _BOTH,
-                # The sources of a collection can have any address.
-                "egress": [{}],
+                "egress": _sync_egress(cache, placement),
             },
         ),
+    ]
+
+
+def _sync_egress(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
+    """Return the rules of syncs: public addresses, DNS, the gateway and proxies.
+
+    A sync checks addresses itself, also with a network plugin that enforces no policy. Plugins
+    differ in whether a block of addresses matches pods, so an allowed network leaves all open.
+    """
+    if placement.source_networks:
+        return [{}]
+    blocks = [
+        {"ipBlock": {"cidr": cidr, "except": list(closed)}} for cidr, closed in _PUBLIC.items()
+    ]
+    return [
+        {"ports": _DNS},
+        {"to": [_pods_of(cache.metadata.name, "gateway")], "ports": _ports(PORT_NUMBERS["admin"])},
+        {"to": blocks},
+        *(rule for url in proxy_urls(cache) for rule in _to_url(url, placement)),
     ]
 
 
@@ -152,10 +181,7 @@ def _peers(clients: Sequence[ClientSpec]) -> list[Object]:
 
 def _egress(cache: RagCache, component: str, placement: PlatformPlacement) -> list[Object]:
     name = cache.metadata.name
-    dns_ports = [
-        {"port": port, "protocol": protocol} for port in _DNS_PORTS for protocol in ("UDP", "TCP")
-    ]
-    rules: list[Object] = [{"ports": dns_ports}]
+    rules: list[Object] = [{"ports": _DNS}]
     rules += [
         {"to": [_pods_of(name, target)], "ports": _ports(PORT_NUMBERS[port])}
         for source, target, port in _EDGES

@@ -31,6 +31,7 @@ SIGNING_KEY_FOLDER: Final = "/etc/ragcache/signing-key"
 SIGNING_KEY_FILE: Final = "keys"
 API_KEYS_FOLDER: Final = "/etc/ragcache/api-keys"
 API_KEYS_FILE: Final = "keys.toml"
+AUDIT_FOLDER: Final = "/var/log/ragcache"
 ENGINE_KEYS_FOLDER: Final = "/etc/ragcache/engine-keys"
 LIMITS_FOLDER: Final = "/etc/ragcache/limits"
 LIMITS_FILE: Final = "limits.json"
@@ -89,6 +90,11 @@ class PlatformPlacement(Protocol):
         ...
 
     @property
+    def source_networks(self) -> tuple[str, ...]:
+        """Networks that are not public, and that sources of collections may have."""
+        ...
+
+    @property
     def is_cluster(self) -> bool:
         """Whether other machines reach the platform, so that it needs keys and a second port."""
         ...
@@ -135,6 +141,14 @@ class PlatformPlacement(Protocol):
 
     def api_keys_file(self) -> str:
         """Return the path of the file with API keys."""
+        ...
+
+    def audit_log(self, *, has_claim: bool) -> str:
+        """Return where the gateway's audit log goes, as its setting has it.
+
+        Args:
+            has_claim: Whether the spec names a volume claim for it.
+        """
         ...
 
     def engine_key_file(self, group: str) -> str:
@@ -202,6 +216,7 @@ class ClusterPlacement:
     owner: str = ""
     operator_namespace: str | None = None
     component_keys: str | None = None
+    source_networks: tuple[str, ...] = ()
 
     @property
     def gateway_url(self) -> str:
@@ -260,6 +275,10 @@ class ClusterPlacement:
     def api_keys_file(self) -> str:
         """Return a mounted file, so that pods follow changes of keys without a restart."""
         return f"{API_KEYS_FOLDER}/{API_KEYS_FILE}"
+
+    def audit_log(self, *, has_claim: bool) -> str:
+        """Return a file of the claim that is named after the pod, or standard output."""
+        return f"{AUDIT_FOLDER}/$({_POD_NAME}).jsonl" if has_claim else "stdout"
 
     def engine_key_file(self, group: str) -> str:
         """Return a mounted file, so that pods follow a change of the key without a restart."""

@@ -10,6 +10,7 @@ from ragcache_operator.builders.environment import (
     FromSecret,
     settings_environment,
 )
+from ragcache_operator.builders.keys import signing_mount
 from ragcache_operator.builders.metadata import Object
 from ragcache_operator.builders.model import model_environment, model_mounts
 from ragcache_operator.builders.placement import (
@@ -49,7 +50,11 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
         probes=Probes(placement.bind_address(HEALTH).port, "/healthz", "/readyz", start_s=600),
         resources=resources(derived, retriever.resources),
         replicas=retriever.replicas,
-        mounts=[*model_mounts(model), *_search_model_mounts(retriever)],
+        mounts=[
+            signing_mount(cache, placement),
+            *model_mounts(model),
+            *_search_model_mounts(retriever),
+        ],
         storage=retriever.storage,
         template=retriever.pod_template,
     )
@@ -75,6 +80,7 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
             cache,
             listen=str(placement.bind_address(GRPC)),
             health_listen=str(placement.bind_address(HEALTH)),
+            signing_key_file=placement.signing_key_file(),
             data_dir=placement.data_dir(COMPONENT),
             model=placement.model(model.parsed_source),
             embedder=placement.embedder(retriever.embedder),

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ragcache_operator.builders.capabilities import Capabilities
@@ -26,11 +26,13 @@ from ragcache_operator.builders.pod import (
 from ragcache_operator.builders.shared_environment import shared_environment, shared_mounts
 from ragcache_operator.collections.outcome import Outcome
 from ragcache_operator.collections.revision import Revision
-from ragcache_operator.kube.resources import RAG_COLLECTIONS, Object
+from ragcache_operator.kube.resources import RAG_COLLECTIONS, SECRETS, Object
 from ragcache_operator.spec.collection import (
     MOUNTS,
+    SECRET_HOSTS,
     RagCollection,
     SourceSpec,
+    hosts_variable,
     mount_name,
     parse_duration,
     token_variable,
@@ -61,6 +63,8 @@ _SCRATCH_VOLUME: Final = "2Gi"
 _SCRATCH_MOUNT: Final = Mount("scratch", "/tmp", {"emptyDir": {"sizeLimit": _SCRATCH_VOLUME}})
 _DERIVED: Final = DerivedResources("100m", 256 << 20)
 _MEMORY_LIMIT_BYTES: Final = 1 << 30
+_KEY_VARIABLE: Final = "RAGCACHE_API_KEY"
+_KEY_ENTRY: Final = "key"
 _RESULT: Final = "/dev/termination-log"
 
 
@@ -97,7 +101,8 @@ class SyncTarget:
         uid: Uid of the RagCollection.
         image: Image of the Jobs.
         capabilities: Capabilities of the API server.
-        key_variable: Environment variable with the API key; None if the gateway needs none.
+        key: API key of the collection's syncs; None if the gateway needs none.
+        allowed_networks: Networks that are not public, and that sources may have.
     """
 
     collection: RagCollection
@@ -106,7 +111,8 @@ class SyncTarget:
     image: str
     gateway_url: str
     capabilities: Capabilities
-    key_variable: Object | None = None
+    key: str | None = field(default=None, repr=False)
+    allowed_networks: tuple[str, ...] = ()
 
 
 def sync_job(
@@ -136,18 +142,11 @@ def sync_job(
     ]
     mounts = [(mount_name(i), volume) for i, s in sources if (volume := _volume(s)) is not None]
     interval_s = parse_duration(collection.spec.sync.interval)
-    owner = {
-        "apiVersion": RAG_COLLECTIONS.api_version,
-        "kind": RAG_COLLECTIONS.kind,
-        "name": collection.metadata.name,
-        "uid": uid,
-        "controller": True,
-        "blockOwnerDeletion": False,
-    }
-    options = ("--scratch", _SCRATCH)
+    allowed = [f"--allow-network={one}" for one in target.allowed_networks]
+    options = ("--scratch", _SCRATCH, *allowed)
     job = _job(target, name, options, SYNC_TIMEOUT_S)
     annotations = {REVISION: str(revision), ATTEMPT: str(attempt), STARTED: f"{now:.3f}"}
-    job["metadata"] |= {"annotations": annotations, "ownerReferences": [owner]}
+    job["metadata"] |= {"annotations": annotations, "ownerReferences": [_owner(target)]}
     # The last Job records how the last sync ended, so it must exist until the next sync.
     job["spec"]["ttlSecondsAfterFinished"] = max(_MIN_TTL_S, 2 * interval_s)
     pod = job["spec"]["template"]["spec"]
@@ -158,6 +157,46 @@ def sync_job(
     ]
     container["env"] += [variable for i, s in sources for variable in _token(i, s)]
     return job
+
+
+def key_secret(target: SyncTarget) -> Object:
+    """Return the Secret with the key of a collection's syncs. Its name follows from the key."""
+    assert target.key is not None, "the gateway needs a key"
+    return {
+        "apiVersion": SECRETS.api_version,
+        "kind": SECRETS.kind,
+        "metadata": {
+            "name": _key_name(target, target.key),
+            "namespace": target.collection.metadata.namespace,
+            "labels": labels(target.cache.metadata.name),
+            "ownerReferences": [_owner(target)],
+        },
+        "type": "Opaque",
+        "stringData": {_KEY_ENTRY: target.key},
+    }
+
+
+def _key_name(target: SyncTarget, key: str) -> str:
+    digest = hashlib.sha256(f"{target.uid}\0{key}".encode()).hexdigest()[:10]
+    return f"{target.collection.metadata.name}-sync-key-{digest}"
+
+
+def _key_variable(target: SyncTarget) -> list[Object]:
+    if target.key is None:
+        return []
+    reference = {"name": _key_name(target, target.key), "key": _KEY_ENTRY}
+    return [{"name": _KEY_VARIABLE, "valueFrom": {"secretKeyRef": reference}}]
+
+
+def _owner(target: SyncTarget) -> Object:
+    return {
+        "apiVersion": RAG_COLLECTIONS.api_version,
+        "kind": RAG_COLLECTIONS.kind,
+        "name": target.collection.metadata.name,
+        "uid": target.uid,
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
 
 
 def removal_job(target: SyncTarget) -> Object:
@@ -226,7 +265,7 @@ def _finished_at(job: Object) -> float | None:
 
 def _job(target: SyncTarget, name: str, options: tuple[str, ...], timeout_s: int) -> Object:
     """Return a Job that runs ``ragcache sync``, without the mounts and tokens of the sources."""
-    collection, cache, key_variable = target.collection, target.cache, target.key_variable
+    collection, cache = target.collection, target.cache
     manifest = collection.model_dump(
         mode="json", by_alias=True, exclude_none=True, exclude={"metadata": {"uid"}}
     )
@@ -246,7 +285,7 @@ def _job(target: SyncTarget, name: str, options: tuple[str, ...], timeout_s: int
         "env": [
             {"name": "HOME", "value": "/tmp"},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
-            *([] if key_variable is None else [key_variable]),
+            *_key_variable(target),
             *container_environment(shared_environment(cache, is_cluster=True)),
         ],
         "resources": _resources(cache.spec.sync_jobs.resources),
@@ -305,6 +344,12 @@ def _token(index: int, source: SourceSpec) -> list[Object]:
     if fetched is None or fetched.bearer_secret is None:
         return []
     secret = fetched.bearer_secret
+    entries = {token_variable(index): secret.key, hosts_variable(index): SECRET_HOSTS}
     # Optional as for ConfigMaps: the sync reports a missing Secret.
-    reference = {"name": secret.name, "key": secret.key, "optional": True}
-    return [{"name": token_variable(index), "valueFrom": {"secretKeyRef": reference}}]
+    references = {
+        name: {"name": secret.name, "key": key, "optional": True} for name, key in entries.items()
+    }
+    return [
+        {"name": name, "valueFrom": {"secretKeyRef": reference}}
+        for name, reference in references.items()
+    ]

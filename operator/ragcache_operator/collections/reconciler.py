@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ragcache_core.errors import InvalidInput
-from ragcache_operator.builders.keys import sync_secret, sync_variable, uses_keys
+from ragcache_operator.builders.keys import uses_keys
 from ragcache_operator.builders.metadata import selector_text
 from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.collections.conditions import (
@@ -35,6 +35,7 @@ from ragcache_operator.collections.job import (
     SyncTarget,
     format_time,
     is_removal,
+    key_secret,
     parse_time,
     read_job,
     removal_job,
@@ -182,9 +183,10 @@ class CollectionReconciler:
             return _documents_left("Normal", "prune is false")
         if removal is None:
             placement = self._installation.placement(cache.spec, cache.uid)
+            target = self._target(body, collection, placement)
             try:
-                await self._ensure_key(placement)
-                await self._create(removal_job(self._target(body, collection, placement)))
+                await self._ensure_key(target)
+                await self._create(removal_job(target))
             except ApiError as error:
                 if not error.is_permanent:
                     raise
@@ -290,34 +292,36 @@ class CollectionReconciler:
             if await self._api.get(CLAIMS, name, namespace) is not None
         }
         placement = self._installation.placement(cache.spec, cache.uid)
+        target = self._target(body, collection, placement)
         job = sync_job(
-            self._target(body, collection, placement),
+            target,
             step.revision,
             step.attempt,
             "" if step.after is None else format_time(step.after),
             self._clock(),
             claims,
         )
-        await self._ensure_key(placement)
+        await self._ensure_key(target)
         await self._create(job)
 
     def _target(
         self, body: Object, collection: RagCollection, placement: ClusterPlacement
     ) -> SyncTarget:
-        cache, key_variable = placement.cache, None
+        cache, key = placement.cache, None
         if uses_keys(cache, placement):
-            key_variable = sync_variable(cache, placement, self._installation.keys)
+            name = collection.collection_name
+            key = self._installation.keys.collection_key(name, placement.owner)
         image, url = placement.image(_IMAGE), placement.admin_url
         uid, capabilities = body["metadata"]["uid"], self._installation.capabilities
-        return SyncTarget(collection, uid, cache, image, url, capabilities, key_variable)
+        networks = self._installation.config.source_networks
+        return SyncTarget(collection, uid, cache, image, url, capabilities, key, networks)
 
-    async def _ensure_key(self, placement: ClusterPlacement) -> None:
+    async def _ensure_key(self, target: SyncTarget) -> None:
         """Create the Secret with the key of syncs, unless there is one or none is needed."""
-        cache = placement.cache
-        if not uses_keys(cache, placement):
+        if target.key is None:
             return
         try:
-            await self._api.create(SECRETS, sync_secret(cache, placement, self._installation.keys))
+            await self._api.create(SECRETS, key_secret(target))
         except Conflict as error:
             if error.reason != "AlreadyExists":
                 raise

@@ -43,7 +43,7 @@ from ragcache_operator.status.gateway_client import (
     unreported_resets,
 )
 from ragcache_operator.status.report import accepted_status, refused_status
-from ragcache_operator.status.retriever_state import RetrieverState, ask_pods, retriever_state
+from ragcache_operator.status.retriever_state import RetrieverState
 
 PROGRESS_POLL_S: Final = 3.0
 """Interval of reading the startup progress of pods. No watch delivers it."""
@@ -86,7 +86,6 @@ class StatusReporter:
         """
         pods = self._children.list_for(owner_key(body), "Pod")
         progress = await self._startup_progress(owner_key(body), pods)
-        retriever, ask_again_s = await self._retriever_state(owner_key(body), pods, state)
         slow = await self._slow_engines(pods, state)
         components = component_states(desired, self._children.get, pods, progress)
         generation = body["metadata"]["generation"]
@@ -94,6 +93,9 @@ class StatusReporter:
         cache = placement.cache
         key = self._keys.key(OPERATOR, placement.owner) if uses_keys(cache, placement) else None
         gateway = GatewayAccess(placement.admin_url, key)
+        own = self._stateful_pods(owner_key(body), pods)
+        running = [one for one in own if component_of(one) == "retriever"]
+        retriever, ask_again_s = await self._retriever_state(gateway, running, state)
 
         async def write(test: SelfTest) -> None:
             before = _conditions(body)
@@ -177,19 +179,20 @@ class StatusReporter:
         return {name: text or "" for name, text in zip(addresses, answers, strict=True)}
 
     async def _retriever_state(
-        self, owner: Owner, pods: Sequence[Object], state: ReconcileState
+        self, gateway: GatewayAccess, pods: Sequence[Object], state: ReconcileState
     ) -> tuple[RetrieverState, float | None]:
-        """Return the state of the retriever, and the seconds until it should be asked again."""
-        own = [one for one in self._stateful_pods(owner, pods) if component_of(one) == "retriever"]
-        addresses = [port_address(pod, "grpc") for pod in own]
-        running = [address for address in addresses if address is not None]
-        if not running:
+        """Return the state of the retriever, and the seconds until it should be asked again.
+
+        A gateway is asked, because the retriever answers only callers with the platform's key. The
+        operator can read no Secret.
+        """
+        if not any(port_address(pod, "grpc") for pod in pods):
             # A pod that starts is a change, which causes a report.
             return RetrieverState(), None
         if time.monotonic() >= state.next_retriever_s:
             state.next_retriever_s = time.monotonic() + RETRIEVER_POLL_S
-            state.retriever = retriever_state(await ask_pods(running))
-        if state.retriever.is_settled and all(map(is_ready, own)):
+            state.retriever = await self._gateway_client.retriever_state(gateway)
+        if state.retriever.is_settled and all(map(is_ready, pods)):
             return state.retriever, USAGE_POLL_S
         return state.retriever, max(0.0, state.next_retriever_s - time.monotonic())
 

@@ -94,7 +94,8 @@ class HttpSource(ManifestModel):
     ]
     """URL of a document, or of a .tar.gz, .tgz or .zip archive of such files."""
     bearer_secret: SecretKey | None = None
-    """Token that the sync sends as "Authorization: Bearer". If unset, it sends no token."""
+    """Token that the sync sends as "Authorization: Bearer". The Secret's entry ragcache-hosts must
+    name the host of the URL. If unset, it sends no token."""
 
 
 class GitSource(ManifestModel):
@@ -122,7 +123,8 @@ class GitSource(ManifestModel):
     """Folder in the repository that contains the documents. The default is the whole
     repository."""
     bearer_secret: SecretKey | None = None
-    """Token that the sync sends as "Authorization: Bearer". If unset, it sends no token."""
+    """Token that the sync sends as "Authorization: Bearer". The Secret's entry ragcache-hosts must
+    name the host of the URL. If unset, it sends no token."""
 
 
 class SourceSpec(ManifestModel):
@@ -220,3 +222,14 @@ def mount_name(index: int) -> str:
 def token_variable(index: int) -> str:
     """Return the environment variable with the token of the source with this index."""
     return f"RAGCACHE_SOURCE_{index}_TOKEN"
+
+
+SECRET_HOSTS = "ragcache-hosts"
+"""Entry of a Secret that names the hosts which sources may send it to, with spaces between. A host
+has its port if the URL has one. Whoever writes the Secret decides, and not the author of a
+collection: a Secret without the entry is no token of a source."""
+
+
+def hosts_variable(index: int) -> str:
+    """Return the environment variable with the hosts that the token of a source may go to."""
+    return f"RAGCACHE_SOURCE_{index}_HOSTS"

@@ -279,7 +279,8 @@ class GatewayLimitsSpec(ManifestModel):
     """Maximum time from sending a prompt to an engine to the first token of the answer. It includes
     the time in the engine's queue. The gateway then answers with 503."""
     connections: Annotated[int, Field(ge=16, le=1_000_000)] = 4096
-    """Maximum number of connections at once, on each of the two ports. The gateway answers one more
+    """Maximum number of connections at once, on each of the two ports. A client's address gets at
+    most half of them. The gateway answers one more
     with 503."""
     next_token_timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
     """Maximum time from one token of an answer to the next. The gateway then ends the answer with
@@ -330,6 +331,19 @@ class GatewayAuthSpec(ManifestModel):
     uses the file api-keys.toml in its data folder instead."""
 
 
+class GatewayAuditSpec(ManifestModel):
+    """GatewayAuditSpec sets where the gateway records who read and changed which documents."""
+
+    claim: ForeignName | None = None
+    """Volume claim of the namespace on which each gateway appends to a file of its own, named after
+    its pod. Several gateways need one that several nodes may mount. If unset, the lines go to
+    standard output of the gateway's container, where a log collector takes them. `ragcache up`
+    writes the file audit/gateway.jsonl in its data folder instead."""
+    max_size: ByteQuantity = "1Gi"
+    """Maximum size of the files of one gateway. Above it, the oldest file is deleted. It has no
+    effect on standard output."""
+
+
 class GatewaySpec(ManifestModel):
     """GatewaySpec sets the gateway, which serves the REST API."""
 
@@ -342,6 +356,10 @@ class GatewaySpec(ManifestModel):
     auth: GatewayAuthSpec | None = None
     """Who may call the gateway. If unset, requests need an API key in a cluster, and need none with
     `ragcache up`, which only this machine reaches."""
+    audit: GatewayAuditSpec | None = None
+    """Records writes, deletes, reads of documents, backups and refused requests in an audit log. If
+    unset, there is none. {} writes it to standard output. While it cannot be written, the gateway
+    answers changes of documents with 503."""
     replicas: Replicas = 1
     """Number of gateway replicas. With autoscaling, this is the minimum."""
     autoscaling: GatewayAutoscalingSpec | None = None

@@ -13,7 +13,7 @@ from ragcache_operator.spec.pods import PodTemplateSpec
 from ragcache_operator.spec.values import (
     CLAIM_FOLDER,
     HTTP_URL,
-    HUB_NAME,
+    HUB_COMMIT,
     LOCAL_FOLDER,
     ApiKeySecret,
     ByteQuantity,
@@ -67,18 +67,20 @@ class EmbedderSpec(SearchModelSpec):
         str,
         Field(max_length=2048),
         StringPattern(
-            rf"{re.escape(BUNDLED_EMBEDDER)}|hf:{HUB_NAME}|pvc:{CLAIM_FOLDER}|path:{LOCAL_FOLDER}"
+            rf"{re.escape(BUNDLED_EMBEDDER)}|hf:{HUB_COMMIT}|pvc:{CLAIM_FOLDER}|path:{LOCAL_FOLDER}"
             rf"|{HTTP_URL}",
             "embedder",
-            f"use {BUNDLED_EMBEDDER}, hf:ORGANISATION/NAME, pvc:CLAIM/FOLDER, path:FOLDER, or the "
-            "base URL of an OpenAI-compatible endpoint, like http://embeddings:8080/v1",
+            f"use {BUNDLED_EMBEDDER}, hf:ORGANISATION/NAME with or without @COMMIT, "
+            "pvc:CLAIM/FOLDER, path:FOLDER, or the base URL of an OpenAI-compatible endpoint, like "
+            "http://embeddings:8080/v1",
         ),
     ] = BUNDLED_EMBEDDER
     """Source of embeddings. bundled:all-minilm-l6-v2 runs inside the retriever. So does a model in
     the form of sentence-transformers, for which the retriever needs more memory. hf: names a model
     of the Hugging Face hub, pvc: a folder on a volume, and path: a folder of this machine for
     `ragcache up`. A URL is the base URL of an OpenAI-compatible embeddings endpoint, like
-    http://embeddings:8080/v1."""
+    http://embeddings:8080/v1. @ and the 40 digits of a commit after a name of the hub pin what is
+    loaded."""
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """Model name that the retriever sends to the endpoint. A URL requires it, and other sources do
     not allow it."""
@@ -116,9 +118,10 @@ class RerankerSpec(SearchModelSpec):
     question and chunk together, which runs inside the retriever. A URL is the base URL of an engine
     that serves /rerank, like http://reranker:8000/v1."""
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """For cross-encoder, the model: its name on the Hugging Face hub, pvc:CLAIM/FOLDER for a folder
-    on a volume, or path:FOLDER for a folder of this machine and `ragcache up`. For a URL, the model
-    name that the retriever sends. Both require it, and the other sources do not allow it."""
+    """For cross-encoder, the model: its name on the Hugging Face hub, with or without @COMMIT,
+    pvc:CLAIM/FOLDER for a folder on a volume, or path:FOLDER for a folder of this machine and
+    `ragcache up`. For a URL, the model name that the retriever sends. Both require it, and the
+    other sources do not allow it."""
     key_secret: ApiKeySecret | None = None
     """API key of the endpoint. If unset, the retriever sends no key."""
 
@@ -132,7 +135,7 @@ class RerankerSpec(SearchModelSpec):
         return value if found == kind else ""
 
 
-CROSS_ENCODER_MODEL: Final = rf"{HUB_NAME}|pvc:{CLAIM_FOLDER}|path:{LOCAL_FOLDER}"
+CROSS_ENCODER_MODEL: Final = rf"{HUB_COMMIT}|pvc:{CLAIM_FOLDER}|path:{LOCAL_FOLDER}"
 """What names a cross-encoder, as a regular expression."""
 
 

@@ -38,6 +38,8 @@ _LABEL_TEXT = r"[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?"
 RELATIVE_PATH = rf"{_SEGMENT}(/{_SEGMENT})*/?"
 # The pattern excludes a user and a password, because credentials belong in a Secret.
 HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?"
+HUB_COMMIT = rf"{HUB_NAME}(@[0-9a-f]{{40}})?"
+"""A model of the hub, and the commit that pins what is loaded."""
 CLAIM_FOLDER = rf"{SUBDOMAIN}(/{RELATIVE_PATH})?"
 """A volume claim, or a folder of it."""
 LOCAL_FOLDER = r"[^\n]+"

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import httpx
 
 from ragcache_operator.status.conditions import ObjectEvent
+from ragcache_operator.status.retriever_state import RetrieverState, retriever_state
 
 SELF_TEST_COLLECTION = "ragcache-self-test"
 """The first self-test creates this collection if the platform has no documents."""
@@ -65,7 +66,7 @@ class _ErrorResponse(Exception):
 
 _NO_ANSWER = (
     *(_ErrorResponse, *_CONNECTION_ERRORS, TimeoutError),
-    *(ValueError, KeyError, TypeError),
+    *(ValueError, KeyError, TypeError, AttributeError),
 )
 
 
@@ -137,6 +138,13 @@ class GatewayClient:
             return StoreUsage(usage["hit_rate"], int(usage["disk_bytes"]), tuple(resets))
         except _NO_ANSWER:
             return None
+
+    async def retriever_state(self, gateway: GatewayAccess) -> RetrieverState:
+        """Return the state of the retriever, which is not settled if no gateway answers."""
+        try:
+            return retriever_state((await self._json(gateway, "GET", "/v1/collections"))["data"])
+        except _NO_ANSWER:
+            return retriever_state(None)
 
     async def blend_verdict(self, gateway: GatewayAccess, models: Sequence[str]) -> str | None:
         """Return unverified, passed or failed, or None if the gateway does not answer.

@@ -1,39 +1,12 @@
-"""The state of the retriever, from what its pods answer."""
+"""The state of the retriever, from the collections that a gateway lists."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ragcache_core.errors import RagCacheError
 from ragcache_operator.kube.resources import Object
-from ragcache_wire.clients.retriever_client import RetrieverClient
-from ragcache_wire.v1 import retriever_pb2 as pb
-
-_TIMEOUT_S = 2.0
-
-
-async def ask_pods(addresses: Iterable[str]) -> list[pb.RetrieverStatus | None]:
-    """Return the answer of each pod, or None for a pod that does not answer in two seconds.
-
-    Args:
-        addresses: "host:port" of the gRPC ports.
-    """
-    return await asyncio.gather(*map(_ask, addresses))
-
-
-async def _ask(address: str) -> pb.RetrieverStatus | None:
-    # Pods come and go, and are asked a few times a minute. An open connection has no benefit.
-    client = RetrieverClient(address)
-    try:
-        return await client.status(_TIMEOUT_S)
-    except RagCacheError:
-        return None
-    finally:
-        await client.close()
-
 
 MAX_REMAKES: Final = 50
 """Most collections that a status lists, so that an object with thousands of them stays small."""
@@ -60,7 +33,7 @@ class RetrieverState:
 
     Args:
         remakes: Collections whose documents are prepared again, by name.
-        is_settled: Whether every pod has answered and nothing is in progress.
+        is_settled: Whether the gateway has answered and nothing is in progress.
     """
 
     remakes: tuple[RemakeState, ...] = ()
@@ -78,29 +51,27 @@ class RetrieverState:
         }
 
 
-def retriever_state(answers: Collection[pb.RetrieverStatus | None]) -> RetrieverState:
-    """Return the state that follows from the answers of all pods, which share their documents.
+def retriever_state(collections: Sequence[Object] | None) -> RetrieverState:
+    """Return the state that follows from the collections.
 
     Args:
-        answers: None: the pod did not answer.
+        collections: As ``GET /v1/collections`` lists them. None: the gateway did not answer.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: The gateway's answer has another form.
     """
-    answered = [answer for answer in answers if answer is not None]
-    remakes = _remakes(answered[0]) if answered else ()
-    return RetrieverState(remakes, len(answered) == len(answers) and not remakes)
-
-
-def _remakes(answer: pb.RetrieverStatus) -> tuple[RemakeState, ...]:
     found = (
         RemakeState(
-            one.collection[:_MAX_TEXT_CHARS],
-            one.remake.documents_done,
-            one.remake.documents,
-            one.remake.reason[:_MAX_TEXT_CHARS],
+            str(one["name"])[:_MAX_TEXT_CHARS],
+            int(remake["documents_done"]),
+            int(remake["documents"]),
+            str(remake["reason"])[:_MAX_TEXT_CHARS],
         )
-        for one in answer.indexes
-        if one.HasField("remake")
+        for one in collections or ()
+        if (remake := one.get("remake")) is not None
     )
-    return tuple(sorted(found, key=lambda one: one.collection))
+    remakes = tuple(sorted(found, key=lambda one: one.collection))
+    return RetrieverState(remakes, collections is not None and not remakes)
 
 
 def _remake_status(remake: RemakeState) -> Object:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from ragcache_cachestore.api.data_server import DataServer, allow_many_sockets
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
 from ragcache_cachestore.background.re_encoder import Pace, ReEncoder
 from ragcache_cachestore.cluster.catch_up import CatchUp
-from ragcache_cachestore.cluster.orphan_collector import OrphanCollector
+from ragcache_cachestore.cluster.orphan_collector import OrphanCollector, ask_shard
 from ragcache_cachestore.cluster.replicator import Replicator
 from ragcache_cachestore.state.store_state import StoreOptions
+from ragcache_cachestore.storage.malloc import reuse_freed_memory
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry.exporter import PART, Telemetry
 from ragcache_core.errors import InvalidInput, RagCacheError
@@ -26,8 +27,6 @@ from ragcache_core.tiering.precision_assignment import (
     PrecisionAssignment,
 )
 from ragcache_core.tiering.score_assignment import MemoryBudget, ScoreAssignment
-from ragcache_wire.clients.feed_client import SHARD_FEED
-from ragcache_wire.feeds.feed_access import FeedGuard
 from ragcache_wire.http_server import HealthServer
 from ragcache_wire.process import end_on_stop, keep_collections_short
 from ragcache_wire.server import GrpcServer, until_stopped
@@ -43,13 +42,6 @@ SWITCH_INTERVAL_S = 5e-4
 Most work of a store takes microseconds. With Python's default of 5 ms, a get would mostly wait for
 this lock.
 """
-
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_M_MAX_POOLS = -8  # M_ARENA_MAX in malloc.h
-
-KEPT_BYTES = 8 << 20
-"""Free memory that glibc keeps for reuse, for a few messages. It adds to the memory tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +86,7 @@ def _open(
     Args:
         resources: Closes them in reverse order.
     """
-    own_address = config.own_address or config.listen
+    own_address, keys = config.own_address or config.listen, config.signing_key_file
     options = StoreOptions(
         config.memory_bytes,
         config.disk_bytes,
@@ -106,19 +98,21 @@ def _open(
     store = Store(config.data_dir, options)
     resources.callback(store.close)
     data_address = None if config.data_listen is None else split_address(config.data_listen)
-    data_server = DataServer(store, config.data_socket, data_address)
+    data_server = DataServer(store, config.data_socket, data_address, keys)
     resources.callback(data_server.close)
     re_encoder = ReEncoder(store.variants, _assignment(config), Pace(), time.monotonic)
     re_encoder.start()
     resources.callback(re_encoder.close)
     members = config.cachestore
-    catch_up = CatchUp(store, members, own_address, progress=health.set_progress)
+    catch_up = CatchUp(store, members, own_address, progress=health.set_progress, keys=keys)
     resources.callback(catch_up.close)
-    replicator = Replicator(store, members if config.replication else None, own_address)
+    replicator = Replicator(store, members if config.replication else None, own_address, keys=keys)
     resources.callback(replicator.close)
     # Under `blend` a variant can be reused although its parent is not stored.
     chained = members if config.reuse == "exact" else None
-    orphan_collector = OrphanCollector(store, chained, own_address)
+    orphan_collector = OrphanCollector(
+        store, chained, own_address, ask=partial(ask_shard, keys=keys)
+    )
     resources.callback(orphan_collector.close)
     return ShardProcess(store, data_server, catch_up, replicator, orphan_collector)
 
@@ -130,9 +124,8 @@ async def _serve(config: CacheStoreSettings, shard: ShardProcess, health: Health
         shard.data_server.hello(),
         shard.replicator if is_sharded else None,
         gated=is_sharded,
-        feed_guard=FeedGuard(config.signing_key_file, config.listen, SHARD_FEED),
     )
-    server = _listen(config.listen, service, health)
+    server = _listen(config, service, health)
     await server.start()
     stopped = asyncio.ensure_future(until_stopped())
     try:
@@ -163,9 +156,12 @@ async def _start_catch_up(catch_up: CatchUp, stopped: asyncio.Future[None]) -> b
     return not stopped.done()
 
 
-def _listen(listen: str, service: CacheStoreService, health: HealthServer) -> GrpcServer:
+def _listen(
+    config: CacheStoreSettings, service: CacheStoreService, health: HealthServer
+) -> GrpcServer:
+    listen, keys = config.listen, config.signing_key_file
     try:
-        return GrpcServer(listen, [SERVICE], service.register, health)
+        return GrpcServer(listen, [SERVICE], service.register, health, keys=keys)
     except RuntimeError as error:
         raise InvalidInput(
             "RAGCACHE_LISTEN", f"{listen} is in use: {error}", "name another port"
@@ -200,21 +196,6 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-def reuse_freed_memory() -> None:
-    """Let glibc reuse the memory of freed messages.
-
-    By default glibc maps every block of a message's size and unmaps it on free, so each message
-    pays for page faults over all of its bytes. Building and encoding a message of 1 MiB took
-    1,800 us, and takes 55 us with this. Other C libraries are left as they are.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc accepts
-    mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
-    mallopt(_M_MAX_POOLS, 2)  # each of these pools keeps its own free memory
 
 
 if __name__ == "__main__":

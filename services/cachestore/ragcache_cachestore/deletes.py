@@ -31,6 +31,7 @@ from ragcache_core.store_api import (
     Deletion,
     DeletionBatch,
     ForgottenDeletes,
+    Remains,
     Tombstone,
 )
 
@@ -147,6 +148,20 @@ class Deletes:
             num_removed = self._apply_one(tombstone, Miss.EVICTED)
         self._mover.try_free_dropped_copies()
         return num_removed
+
+    def remains(self, deletion: Deletion) -> Remains:
+        """Return what is held of what a deletion names. It need not have been applied."""
+        self._mover.try_free_dropped_copies()
+        # A delete that is being applied is counted as a whole.
+        with self._state.delete_lock, self._state.lock:
+            found = [
+                self._state.catalog.get(key) for key in self._state.catalog.covered_by(deletion)
+            ]
+            return Remains(
+                in_memory=sum(one is not None and one.memory is not None for one in found),
+                on_disk=sum(one is not None and one.disk is not None for one in found),
+                unfreed=len(self._state.dropped_copies),
+            )
 
     def after(self, sequence: int) -> DeletionBatch:
         """Return the next deletes after a sequence. The last batch is the one without progress."""

@@ -142,7 +142,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             records, costs, listen = RequestRecords(), ReuseCosts(), self._settings.records_listen
             self._feed = EngineFeed() if listen else None
             announcer = NodeAnnouncer(self._space, costs, self._feed) if self._feed else None
-            client = ShardedStore(self._settings.cachestore)
+            client = ShardedStore(self._settings.cachestore, self._settings.signing_key_file)
             self._scheduler = ConnectorScheduler(
                 self._engine, records, client, costs, announcer, self._feed
             )
@@ -193,7 +193,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
         check_layout(cache, self._space)
         # Connects on threads of the worker half, which run on all cores (``unpinned_pool``).
-        client = ShardedStore(self._settings.cachestore)
+        client = ShardedStore(self._settings.cachestore, self._settings.signing_key_file)
         self._cache, self._recomputer = cache, self._make_recomputer()
         blend = self._make_blend_components(cache)
         if blend is not None and JointPass.supports(runner := current_worker().model_runner):

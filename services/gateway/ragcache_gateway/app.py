@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
+import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,16 +20,27 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
+from ragcache_core.access.json_bounds import question_max_bytes
+from ragcache_core.access.server_names import ServerNames
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_gateway.admission.quotas import RATE_LIMIT_HEADERS, Quotas
 from ragcache_gateway.admission.usage_counter import UsageCounter
-from ragcache_gateway.auth.api_keys import api_keys, tenant_weights
+from ragcache_gateway.audit.log import AuditLog
+from ragcache_gateway.audit.sink import audit_sink
+from ragcache_gateway.auth.api_keys import api_keys, tenant_shares
 from ragcache_gateway.console import console_routes
 from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.http.errors import error_body, from_status, from_validation, response_to
+from ragcache_gateway.http.json_body import LargeBodies
 from ragcache_gateway.http.middleware.access_log import AccessLog
-from ragcache_gateway.http.middleware.body_limit import BodyLimit
+from ragcache_gateway.http.middleware.audit_trail import (
+    REQUEST_ID_HEADER,
+    AuditGate,
+    AuditTrail,
+)
+from ragcache_gateway.http.middleware.body_limit import BodyLimit, BodyLimits
 from ragcache_gateway.http.middleware.browser_guard import BrowserGuard
+from ragcache_gateway.http.middleware.concurrency_limit import ConcurrencyLimit
 from ragcache_gateway.http.middleware.key_check import KeyCheck, PortGuard
 from ragcache_gateway.http.middleware.plain_path import PlainPath
 from ragcache_gateway.http.middleware.request_pools import RequestLimit, RequestPools
@@ -41,6 +53,7 @@ from ragcache_gateway.http.routes import (
     collection_routes,
     document_routes,
     embedding_routes,
+    erasure_routes,
     response_routes,
     search_routes,
     status_routes,
@@ -62,6 +75,7 @@ _ROUTES: Final = (
     chat_routes,
     response_routes,
     embedding_routes,
+    erasure_routes,
     document_routes,
     collection_routes,
     search_routes,
@@ -75,6 +89,7 @@ EXPOSED_HEADERS: Final = (
     chat_routes.REUSE_HEADER,
     "Retry-After",
     "Retry-After-Ms",
+    REQUEST_ID_HEADER,
     *RATE_LIMIT_HEADERS,
 )
 """Headers that pages of allowed origins may read, beside those that every page may."""
@@ -97,12 +112,14 @@ def create_app(
         drain: What the server announces its stop by. None: it does not.
 
     Raises:
-        InvalidInput: The file of API keys cannot be used.
+        InvalidInput: The file of API keys or that of the audit log cannot be used.
     """
     metrics = metrics or Metrics(settings.model_name)
     limits = limits or settings.live_limits()
     keys = api_keys(settings)
     instance = platform.node()
+    sink = audit_sink(settings)
+    audit = None if sink is None else AuditLog(sink, instance, metrics)
     spans = tracer(
         settings.otlp_endpoint,
         "gateway",
@@ -117,6 +134,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         exported = export_metrics(settings.otlp_endpoint, "gateway", instance, metrics.registry)
+        if audit is not None:
+            audit.start()
         try:
             async with (
                 metrics_server(settings.metrics_listen, metrics.registry),
@@ -125,6 +144,8 @@ def create_app(
                 app.state.services = services
                 yield
         finally:
+            if audit is not None:
+                await audit.close()
             await asyncio.to_thread(spans.close)
             await asyncio.to_thread(exported.close)
 
@@ -144,17 +165,15 @@ def create_app(
         app.include_router(routes.router, dependencies=[CHECKED_QUERY])
     if settings.console == "on":
         app.include_router(console_routes.router)
-    weights = tenant_weights(keys)
-    pools = RequestPools(settings, limits, metrics, weights)
+    pools = RequestPools(settings, limits, metrics, tenant_shares(keys))
     # The middleware added last is the outermost.
-    app.add_middleware(
-        BodyLimit,
-        pools=pools,
-        max_bytes=settings.body_max_bytes,
-        timeout_s=settings.body_timeout_s,
-    )
     app.add_middleware(RequestLimit, pools=pools, quotas=Quotas(usage), metrics=metrics)
-    app.add_middleware(KeyCheck, keys=keys)
+    app.state.large_bodies, body_limits = _bodies(settings, models)
+    app.add_middleware(BodyLimit, pools=pools, limits=body_limits)
+    app.add_middleware(ConcurrencyLimit, pools=pools, usage=usage, metrics=metrics)
+    if audit is not None:
+        app.add_middleware(AuditGate, log=audit)
+    app.add_middleware(KeyCheck, keys=keys, names=_server_names(settings))
     if settings.admin_listen is not None:
         app.add_middleware(PortGuard, admin_port=split_address(settings.admin_listen)[1])
     if settings.allowed_origins:
@@ -173,10 +192,31 @@ def create_app(
         origins=settings.allowed_origins,
     )
     app.add_middleware(RequestSpans, tracer=spans)
+    if audit is not None:
+        app.add_middleware(AuditTrail, log=audit)
     app.add_middleware(AccessLog, metrics=metrics)
     app.add_middleware(PlainPath)
     _translate_errors(app, metrics)
     return app
+
+
+def _bodies(
+    settings: GatewaySettings, models: Sequence[ModelRuntime]
+) -> tuple[LargeBodies, BodyLimits]:
+    """Return what bounds the bodies of requests, by what the models can hold."""
+    max_model_len = max(one.served.max_model_len for one in models)
+    limits = BodyLimits(
+        settings.body_max_bytes,
+        min(settings.body_max_bytes, question_max_bytes(max_model_len)),
+        settings.body_timeout_s,
+    )
+    return LargeBodies(max_model_len), limits
+
+
+def _server_names(settings: GatewaySettings) -> ServerNames:
+    """Return names of servers that all gateways with the same signing key give."""
+    signing = settings.signing_key_file
+    return ServerNames(secrets.token_bytes(32) if signing is None else signing.current()[0])
 
 
 def _allowed_methods(request: Request) -> str:

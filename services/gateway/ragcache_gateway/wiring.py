@@ -13,13 +13,14 @@ from ragcache_core.identity.keys import token_digest
 from ragcache_gateway.admission.slo import SloAdmission
 from ragcache_gateway.admission.tenant_queue import TenantQueue
 from ragcache_gateway.admission.usage_counter import UsageCounter
-from ragcache_gateway.auth.api_keys import ApiKeys, tenant_weights
+from ragcache_gateway.auth.api_keys import ApiKeys, tenant_shares
 from ragcache_gateway.auth.tenant_domains import TenantDomains
 from ragcache_gateway.background.idle import IdleEngines, IdleWindows
 from ragcache_gateway.background.precompute import Precomputer
 from ragcache_gateway.background.quality_gate import QualityGate
 from ragcache_gateway.background.quality_trials import QualityTrials
 from ragcache_gateway.documents.delete_sender import DeleteSender, DigestSpaces
+from ragcache_gateway.documents.erasure import ErasureCheck
 from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.engines.completion import probe_body
@@ -44,6 +45,7 @@ from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.engine_client import HealthClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
+from ragcache_wire.sandbox import sandbox_support
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.tracing import Tracer
 from ragcache_wire.watched.limits import Limits
@@ -132,13 +134,16 @@ async def connect_services(
     """Build and start every service; stop them at the end."""
     settings, metrics = shared.settings, shared.metrics
     async with _Services() as services:
-        retriever = services.closing(RetrieverClient(settings.retriever))
+        retriever = services.closing(RetrieverClient(settings.retriever, settings.signing_key_file))
         health = services.closing(HealthClient("retriever", settings.retriever))
-        store = services.closing(AsyncShardedStore(settings.cachestore))
-        tenant_queue = TenantQueue(tenant_weights(keys))
+        store = services.closing(AsyncShardedStore(settings.cachestore, settings.signing_key_file))
+        shares = tenant_shares(keys)
+        tenant_queue = TenantQueue(lambda: shares().weights)
         services.closing(shared.usage).start(retriever, tenant_queue)
         removals = RemovalFeed(retriever)
-        domains = TenantDomains(keys, retriever)
+        domains = TenantDomains(keys, retriever, settings.tenant_grace_s)
+        if keys is not None:
+            metrics.keys_stale.set_function(lambda: float(keys.is_stale()))
         deletes = services.started(
             DeleteSender(DigestSpaces.of(shared.models), domains.current, retriever, store, metrics)
         )
@@ -156,6 +161,9 @@ async def connect_services(
         common = _Common(retriever, store, removals, view, RecentAnswers(), tenant_queue)
         chat, *others = [await _start_chat(services, shared, common, one) for one in models]
         extractor = services.closing(TextExtractor())
+        support = sandbox_support()
+        support.warn("readers of documents")
+        metrics.set_reader_protections(support)
         # Before the feed starts, so that its subscribers miss no removal.
         documents = _document_writer(common, deletes, [chat, *others])
         await removals.start()
@@ -167,6 +175,7 @@ async def connect_services(
             chat=chat,
             others=tuple(others),
             documents=documents,
+            erasure=ErasureCheck(deletes, store, view.engine_remains, retriever),
             extractor=extractor,
             retriever=retriever,
             store=store,

@@ -117,7 +117,7 @@ async def _serve(
     )
     limits = LimitInterceptor(settings.max_searches, settings.max_upsert_bytes)
     interceptors = (MetricsInterceptor(metrics), limits)
-    server = _make_server(settings.listen, service, health, interceptors)
+    server = _make_server(settings, service, health, interceptors)
     await server.start()
     log.info("listening on port %d", server.port)
     stopping = asyncio.create_task(_until_stopped_or(restart))
@@ -181,7 +181,7 @@ async def _serve_damaged(
     health.set_progress(str(error))
     decided = asyncio.Event()
     service = damaged_service(error, backups, decided.set)
-    server = _make_server(settings.listen, service, health)
+    server = _make_server(settings, service, health)
     await server.start()
     log.info("listening on port %d", server.port)
     watching = asyncio.create_task(until_removed(settings.data_dir, decided))
@@ -215,11 +215,12 @@ async def _make_knowledge_base(
 
 
 def _make_server(
-    listen: str,
+    settings: RetrieverSettings,
     service: retriever_pb2_grpc.RetrieverServicer,
     health: HealthServer,
     interceptors: Sequence[CallInterceptor] = (),
 ) -> GrpcServer:
+    listen = settings.listen
     try:
         return GrpcServer(
             listen,
@@ -227,6 +228,7 @@ def _make_server(
             lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(service, server),
             health,
             interceptors,
+            settings.signing_key_file,
         )
     except RuntimeError as error:
         raise InvalidInput(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from harness.processes import free_port
+from ragcache_cachestore.cluster import replicator
 from ragcache_cachestore.cluster.catch_up import CatchUp, PullTimes
 from ragcache_cachestore.cluster.replicator import HALF_LIFE_S, Replicator
 from ragcache_cachestore.state.tombstones import LIFETIME_MS
@@ -437,15 +438,15 @@ def test_a_shard_that_is_no_member_drops_nothing(pair: TwoShards) -> None:
 
 
 def test_a_failed_copy_does_not_end_the_replicator(
-    pair: TwoShards, caplog: pytest.LogCaptureFixture
+    pair: TwoShards, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(replicator, "CHECK_INTERVAL_S", 0.01)
     with ExitStack() as stack:
         lonely = Replicator(
             pair.owner.store,
             FixedMembers((pair.owner.address, "127.0.0.1:9")),
             pair.owner.address,
             ReplicationThresholds(0.5, 0.1, 1000.0),
-            check_interval_s=0.01,
         )
         wanted = next(
             key(n << 96)

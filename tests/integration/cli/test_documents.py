@@ -171,6 +171,34 @@ async def test_a_backup_is_written_and_restored(platform: World, tmp_path: Path)
     assert b"".join(platform.retriever.restored) == b"".join(platform.retriever.copy)
 
 
+async def test_a_backup_with_a_key_is_restored_with_this_key_only(
+    platform: World, tmp_path: Path
+) -> None:
+    platform.retriever.copy = [b"text of a document" * 100_000, b"end"]
+    encrypted, plain = tmp_path / "encrypted", tmp_path / "plain"
+    key, other = tmp_path / "key", tmp_path / "other"
+    key.write_text("1" * 64)
+    other.write_text("2" * 64)
+    assert (await ragcache("backup", encrypted, "--key", key)).exit_code == 0
+    assert (await ragcache("backup", plain)).exit_code == 0
+    assert b"text" not in encrypted.read_bytes()
+    changed = tmp_path / "changed"
+    changed.write_bytes(encrypted.read_bytes()[:-1])
+    for options, problem in (
+        ((encrypted,), "--key: is missing"),
+        ((encrypted, "--key", other), "FILE: was encrypted with another key"),
+        ((changed, "--key", key), "changed, or cut off"),
+        ((plain, "--key", key), "FILE: was made without a key"),
+    ):
+        refused = await ragcache("restore", *options, "--yes")
+        assert refused.exit_code == 2
+        assert problem in refused.stderr
+    assert platform.retriever.restored == []
+    restored = await ragcache("restore", encrypted, "--key", key, "--yes")
+    assert restored.stdout == "restored 7 documents\n"
+    assert b"".join(platform.retriever.restored) == b"".join(platform.retriever.copy)
+
+
 async def test_a_damaged_backup_is_not_sent(platform: World, tmp_path: Path) -> None:
     file = tmp_path / "documents.ragcache"
     await ragcache("backup", file)

@@ -20,6 +20,7 @@ from ragcache_cli.commands.sync import Sync
 from ragcache_cli.sources.read import Surroundings
 from ragcache_cli.sources.reading import Scratch
 from ragcache_cli.sources.sync_plan import Result
+from ragcache_core.access.networks import AddressRules, parse_networks
 from ragcache_operator.spec.manifest import parse_collection
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.service import RetrieverService
@@ -63,7 +64,8 @@ class Platform:
         collection = parse_collection(manifest)
         scratch = self.folder / "scratch"
         scratch.mkdir(exist_ok=True)
-        here = Surroundings(self.folder / "mounts", {}, Scratch(scratch, 64 * MIB))
+        loopback = AddressRules(parse_networks("test", ["127.0.0.0/8"]))
+        here = Surroundings(self.folder / "mounts", {}, Scratch(scratch, 64 * MIB), loopback)
 
         async def sleep(seconds: float) -> None:
             self.slept_s.append(seconds)
@@ -486,7 +488,7 @@ async def test_the_command_ends_when_it_is_told_to(tmp_path: Path, silent: str) 
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "ragcache_cli", "sync"),
             *("--object", json.dumps(manifest_of(source))),
-            *("--gateway", f"http://127.0.0.1:{port}"),
+            *("--gateway", f"http://127.0.0.1:{port}", "--allow-network", "127.0.0.1"),
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "TMPDIR": str(tmp_path)},
         )

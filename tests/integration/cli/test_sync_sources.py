@@ -5,22 +5,31 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ragcache_cli.sources import web as web_source
 from ragcache_cli.sources.documents import LARGEST_BYTES
+from ragcache_cli.sources.gate import SourceGate
 from ragcache_cli.sources.git import read_git
 from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
-from ragcache_cli.sources.reading import Deadline, Scratch, SourceContents
+from ragcache_cli.sources.reading import Deadline, Fetching, Scratch, SourceContents
+from ragcache_cli.sources.web import read_web
+from ragcache_core.access.networks import AddressRules, parse_networks
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
-from ragcache_operator.spec.collection import GitSource, SourceSpec, token_variable
+from ragcache_operator.spec.collection import (
+    GitSource,
+    SourceSpec,
+    hosts_variable,
+    token_variable,
+)
 from tests.kit.sources import Page, Repository, Web, serving_web, tar_gz
 
 MIB = 1 << 20
+LOOPBACK = AddressRules(parse_networks("test", ["127.0.0.0/8"]))
 
 
 @pytest.fixture
@@ -37,7 +46,17 @@ def repository(web: Web) -> Repository:
 @pytest.fixture
 def here(tmp_path: Path) -> Surroundings:
     (tmp_path / "scratch").mkdir()
-    return Surroundings(tmp_path / "mounts", {}, Scratch(tmp_path / "scratch", 64 * MIB))
+    return Surroundings(tmp_path / "mounts", {}, Scratch(tmp_path / "scratch", 64 * MIB), LOOPBACK)
+
+
+def fetching(here: Surroundings, deadline: Deadline) -> Fetching:
+    return Fetching(SourceGate(here.rules), here.scratch, deadline)
+
+
+def token_of(web: Web, index: int, token: str) -> dict[str, str]:
+    """Return the variables of a Secret that may go to a web server."""
+    host = web.url.removeprefix("http://")
+    return {token_variable(index): token, hosts_variable(index): f"example.com, {host}"}
 
 
 def source(**given: Any) -> SourceSpec:
@@ -140,7 +159,7 @@ def test_a_download_past_the_scratch_folder_ends(web: Web, tmp_path: Path) -> No
     web.pages["/a.zip"] = Page(bytes(2 * MIB))
     scratch = Scratch(tmp_path, MIB)
     with pytest.raises(TooLarge, match="more than 1 MiB"):
-        read_source(0, http(f"{web.url}/a.zip"), Surroundings(tmp_path, {}, scratch))
+        read_source(0, http(f"{web.url}/a.zip"), Surroundings(tmp_path, {}, scratch, LOOPBACK))
 
 
 def test_who_does_not_answer_is_unavailable(web: Web, here: Surroundings) -> None:
@@ -155,9 +174,7 @@ def test_a_download_has_a_deadline(web: Web, here: Surroundings) -> None:
     web.pages["/a.md"] = Page(b"A")
     now = iter((0.0, 11.0))
     with pytest.raises(Unavailable, match="longer than 10 s"):
-        web_source.read_web(
-            "here", f"{web.url}/a.md", None, here.scratch, Deadline(10, lambda: next(now))
-        )
+        read_web("here", f"{web.url}/a.md", None, fetching(here, Deadline(10, lambda: next(now))))
 
 
 def test_a_token_goes_to_its_host_and_to_no_other(
@@ -167,7 +184,7 @@ def test_a_token_goes_to_its_host_and_to_no_other(
         web.pages["/a.md"] = Page(status=302, headers={"Location": f"{elsewhere.url}/b.md"})
         elsewhere.pages["/b.md"] = Page(b"B")
         asked = source(http={"url": f"{web.url}/a.md", "bearerSecret": {"name": "s"}})
-        with_token = Surroundings(here.mounts, {token_variable(3): "secret\n"}, here.scratch)
+        with_token = replace(here, environ=token_of(web, 3, "secret\n"))
         assert texts(read_source(3, asked, with_token)) == {"a.md": "B"}
         assert web.seen["/a.md"] == "Bearer secret"
         assert elsewhere.seen["/b.md"] is None
@@ -175,8 +192,9 @@ def test_a_token_goes_to_its_host_and_to_no_other(
 
 def test_a_missing_token_names_its_secret(web: Web, here: Surroundings) -> None:
     asked = source(http={"url": f"{web.url}/a.md", "bearerSecret": {"name": "s", "key": "k"}})
+    without = replace(here, environ=token_of(web, 0, ""))
     with pytest.raises(InvalidInput, match="no token under 'k' in the Secret 's'"):
-        read_source(0, asked, here)
+        read_source(0, asked, without)
     assert web.seen == {}
 
 
@@ -264,7 +282,7 @@ def test_a_private_repository_takes_the_token(
         git={"url": f"{web.url}/git/handbook/.git", "bearerSecret": {"name": "s", "key": "k"}}
     )
     for token, works in (("wrong", False), ("secret", True)):
-        given = Surroundings(here.mounts, {token_variable(0): token}, here.scratch)
+        given = replace(here, environ=token_of(web, 0, token))
         if works:
             assert texts(read_source(0, asked, given)) == {"a.md": "A"}
         else:
@@ -277,7 +295,7 @@ def test_other_ways_than_http_are_closed(repository: Repository, here: Surroundi
     for url in (f"file://{repository.folder}", str(repository.folder), "ext::sh -c 'touch x'"):
         source = GitSource.model_construct(url=url, ref="main")
         with pytest.raises(InvalidInput, match="another way than http"):
-            read_git("here", source, None, here.scratch, Deadline(60))
+            read_git("here", source, None, fetching(here, Deadline(60)))
 
 
 def test_a_repository_past_the_scratch_folder_ends(
@@ -287,7 +305,7 @@ def test_a_repository_past_the_scratch_folder_ends(
     folder = tmp_path / "small"
     folder.mkdir()
     with pytest.raises(TooLarge, match="more than 1 MiB"):
-        read_source(0, git(web), Surroundings(tmp_path, {}, Scratch(folder, MIB)))
+        read_source(0, git(web), Surroundings(tmp_path, {}, Scratch(folder, MIB), LOOPBACK))
     assert list(folder.iterdir()) == []
 
 
@@ -297,7 +315,7 @@ def test_git_has_a_deadline(web: Web, repository: Repository, here: Surroundings
     deadline = Deadline(10, lambda: next(now))
     source = GitSource(url=f"{web.url}/git/handbook/.git", ref="main")
     with pytest.raises(Unavailable, match="longer than 10 s"):
-        read_git("here", source, None, here.scratch, deadline)
+        read_git("here", source, None, fetching(here, deadline))
 
 
 # What they are called

@@ -44,6 +44,7 @@ from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.v1 import engine_pb2
 from ragcache_wire.watched.members import FixedMembers
+from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.engine import STORE_AWAY, is_clear, is_stored, samples, total
 from tests.kit.wait import wait_until
 
@@ -121,7 +122,13 @@ class Platform:
         return complete(self.engine.url, prompt.token_ids, max_tokens=max_tokens, cache_salt=salt)
 
     def record(self, request: str) -> engine_pb2.RequestRecord:
-        return record_of(self.engine, request)
+        return record_of(self.engine, request, self.signing_keys)
+
+    @property
+    def signing_keys(self) -> SigningKeys | None:
+        """The engine's keys; the first engine has none."""
+        path = self.folder / "keys"
+        return SigningKeys(path) if path.exists() else None
 
     def keys(self, prompt: Prompt, domain: str = "public") -> list[VariantKey]:
         plan = plan_exact(prompt, self.space, domain, "probe")
@@ -237,7 +244,7 @@ def test_an_engine_connects_before_it_measures_and_serves(platform: Platform) ->
 async def test_the_prefill_profile_is_measured_once_and_served(platform: Platform) -> None:
     """The first engine measured it. The second one read the file, which the fixture changed."""
     assert platform.engine.records is not None
-    client = EngineClient(platform.engine.records)
+    client = EngineClient(platform.engine.records, platform.signing_keys)
     costs = await client.costs()
     await client.close()
     found, saved = costs.prefill, PrefillProfile.from_json(json.loads(platform.profile.read_text()))

@@ -117,7 +117,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheStore]:
 async def sources(tmp_path: Path, store: CacheStore) -> AsyncIterator[Sources]:
     (tmp_path / "keys").write_text("a1" * 32)
     keys = SigningKeys(tmp_path / "keys")
-    client = StoreClient(store.address)
+    client = StoreClient(store.address, keys=SigningKeys(store.service.log.parent / "keys"))
     client.delete(Deletion(id=os.urandom(16), domain="public"))
     async with AsyncExitStack() as stack:
         sources = Sources(tmp_path, keys, store, client, f"127.0.0.1:{free_port()}", stack)

@@ -131,7 +131,7 @@ async def test_a_long_message_and_many_messages_are_answered(tiny_model: Path) -
         query = gateway.retriever.searches[0].query
         assert len(query) <= 2000
         assert query.endswith("Where does billing run?")
-        turns = [{"role": ("user", "assistant")[i % 2], "content": "hello"} for i in range(3001)]
+        turns = [{"role": ("user", "assistant")[i % 2], "content": "hello"} for i in range(1601)]
         body = {"messages": turns}
         assert (await gateway.client.post("/v1/chat/completions", json=body)).status_code == 200
 

@@ -151,7 +151,7 @@ async def test_connections_over_the_limit_are_refused_and_leave_the_other_port_a
 ) -> None:
     async with running(
         environment(tiny_model, ""),
-        RAGCACHE_MAX_CONNECTIONS="3",
+        RAGCACHE_MAX_CONNECTIONS="5",  # three of one address
     ) as gateway:
         opened = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(3)]
         # With that of the question for it.

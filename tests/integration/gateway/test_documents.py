@@ -216,5 +216,5 @@ async def test_a_body_that_never_ends_times_out(tiny_model: Path) -> None:
         writer.write(f"{head}Content-Length: 100\r\nConnection: close\r\n\r\n{{".encode())
         answer = await asyncio.wait_for(reader.read(), 60)
         writer.close()
-        assert answer.startswith(b"HTTP/1.1 400")
+        assert answer.startswith(b"HTTP/1.1 408")
         assert b"did not arrive within 0.1 s" in answer

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ragcache_gateway.engines import client
+from ragcache_gateway.http import json_body, upload
 from ragcache_gateway.pipeline import captures, plan
 from ragcache_gateway.prompts.builder import PromptBuilder, PromptParts
 from tests.kit.gateway import world
@@ -72,3 +73,24 @@ async def test_a_long_prompt_is_built_planned_and_encoded_outside_the_event_loop
             "completion_body",
             "encode_body",
         }
+
+
+async def test_large_bodies_are_parsed_and_validated_outside_the_event_loop(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: set[str] = set()
+    loop = asyncio.get_running_loop()
+
+    def wrap(owner: Any, name: str) -> None:
+        monkeypatch.setattr(owner, name, after_the_loop(getattr(owner, name), loop, done))
+
+    async with world(tiny_model) as gateway:
+        wrap(json_body, "check_json")
+        wrap(upload, "json_document")
+        large = {"messages": [{"role": "user", "content": "x" * json_body.LARGE_BYTES}]}
+        assert (await gateway.client.post("/v1/chat/completions", json=large)).status_code == 400
+        many = {"query": "x", "top_k": 0, "x": [1] * (json_body.LARGE_VALUES + 1)}
+        assert (await gateway.client.post("/v1/search", json=many)).status_code == 400
+        document = {"id": "a.md", "text": "x" * json_body.LARGE_BYTES}
+        assert (await gateway.client.post("/v1/documents", json=document)).status_code == 200
+        assert done == {"check_json", "json_document"}

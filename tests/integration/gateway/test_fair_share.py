@@ -17,6 +17,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from ragcache_core.scheduling.refusal_pace import BURST, REFUSALS_PER_S
 from ragcache_gateway.pipeline import steps
 from tests.kit.gateway import CONFIG, FakeEngine, World, bearer, write_keys
 from tests.kit.wait import until
@@ -102,6 +103,45 @@ async def test_freed_slots_go_to_the_tenant_below_its_share(gateway: World) -> N
     gateway.engine.prefill.set()
     for tasks in holds.values():
         assert {one.status_code for one in await asyncio.gather(*tasks)} == {200}
+
+
+@pytest.mark.parametrize("limited", ["key", "tenant"])
+async def test_a_request_over_max_concurrent_is_refused_before_its_body(
+    tmp_path: Path, tiny_model: Path, limited: str
+) -> None:
+    """Others are answered; a flood of refusals is slowed down, and a place is given back."""
+    limit = "max_concurrent = 2"
+    entries = {
+        name: f"{one}\n{limit}" if limited == "key" else one for name, one in ENTRIES.items()
+    }
+    file = write_keys(tmp_path / "keys.toml", entries)
+    if limited == "tenant":
+        file.write_text(f'{file.read_text()}[[tenants]]\nname = "red"\n{limit}\n')
+    async with AsyncExitStack() as stack:
+        settings = CONFIG.replace(api_keys_file=file, max_questions=SLOTS)
+        gateway = await World(settings).start(stack, tiny_model)
+        gateway.engine.prefill = asyncio.Event()
+        held = []
+        for count in (1, 2):
+            held.append(asyncio.create_task(ask(gateway, "red")))
+            await gateway.until_metric(HELD, count)
+        headers = bearer("red") | {"content-type": "application/json"}
+        refused = await gateway.client.post(
+            "/v1/chat/completions", content=b"no JSON", headers=headers
+        )
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "too_many_at_once"
+        assert f"the {limited} 'red'" in refused.json()["error"]["message"]
+        assert int(refused.headers["Retry-After"]) >= 1
+        began_s = asyncio.get_running_loop().time()
+        flood = await asyncio.gather(*(ask(gateway, "red") for _ in range(2 * BURST)))
+        assert {one.status_code for one in flood} == {429}
+        assert asyncio.get_running_loop().time() - began_s >= 0.9 * BURST / REFUSALS_PER_S - 0.2
+        other = asyncio.create_task(ask(gateway, "blue"))
+        await gateway.until_metric(HELD, 3)
+        gateway.engine.prefill.set()
+        assert {one.status_code for one in await asyncio.gather(*held, other)} == {200}
+        assert (await ask(gateway, "red")).status_code == 200
 
 
 @dataclass

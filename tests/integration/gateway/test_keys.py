@@ -16,6 +16,7 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Origin
 from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.plan.segments import PIECE_TOKENS, checked_segments, plain_domain, prefix_pieces
+from ragcache_operator.builders.keys import ComponentKeys
 from ragcache_wire.watched import watched_file
 from tests.kit.gateway import (
     BUILTIN,
@@ -57,8 +58,10 @@ class KeyedWorld(World):
     real_store: ServedStore
 
 
-def keyed_world(store: ServedStore, file: Path) -> KeyedWorld:
-    settings = CONFIG.replace(api_keys_file=file, builtin_keys=BUILTIN)
+def keyed_world(
+    store: ServedStore, file: Path, builtin: Sequence[tuple[str, str]] = BUILTIN
+) -> KeyedWorld:
+    settings = CONFIG.replace(api_keys_file=file, builtin_keys=tuple(builtin), tenant_grace_s=0.0)
     world = KeyedWorld(settings, shards=(store.address,))
     world.real_store = store
     return world
@@ -133,9 +136,9 @@ async def test_a_key_does_only_what_its_scopes_allow(gateway: KeyedWorld) -> Non
     calls: dict[str, tuple[str, str, Any]] = {
         "ask": ("POST", "/v1/chat/completions", QUESTION),
         "write": ("POST", "/v1/documents", DOCUMENT),
-        "admin": ("GET", "/v1/cache", None),
+        "view": ("GET", "/v1/cache", None),
     }
-    allowed = {"app": {"ask"}, "writer": {"write"}, "admin": {"ask", "write", "admin"}}
+    allowed = {"app": {"ask"}, "writer": {"write"}, "admin": {"ask", "write", "view"}}
     for name, scopes in allowed.items():
         for scope, (method, path, body) in calls.items():
             response = await gateway.client.request(method, path, json=body, headers=bearer(name))
@@ -196,6 +199,23 @@ async def test_the_filter_of_a_key_applies_to_every_search(gateway: KeyedWorld) 
     assert alone.filter.field.name == "public"
     for found in both:
         assert [one.field.name for one in found.filter.all.filters] == ["public", "year"]
+
+
+async def test_a_plan_says_what_its_key_may_read_and_whose_text_it_has(
+    gateway: KeyedWorld,
+) -> None:
+    own = {"messages": [{"role": "system", "content": "Be brief."}, *QUESTION["messages"]]}
+    narrow = {"ragcache": {"filter": {"must": [{"key": "year", "match": {"value": 2024}}]}}}
+    for name, more in (("app", {}), ("red", {}), ("public", {}), ("public", narrow), ("app", own)):
+        assert (await ask(gateway, name, **more)).status_code == 200
+    app, red, public, narrowed, written = map(plan_of, gateway.engine.requests)
+    assert app.reader.reads_all
+    assert not public.reader.reads_all
+    assert app.reader.rights == red.reader.rights != public.reader.rights
+    assert app.reader.key != red.reader.key
+    assert narrowed.reader == public.reader, "a request's own filter takes no right away"
+    assert [one.own_head for one in (app, red, public, narrowed, written)] == [*[False] * 4, True]
+    assert {one.num_head for one in (app, red, public, narrowed, written)} <= {1, 2}
 
 
 async def test_only_the_key_sets_priority_and_salt(gateway: KeyedWorld) -> None:
@@ -394,3 +414,34 @@ async def test_requests_and_tokens_are_counted_by_tenant(gateway: KeyedWorld) ->
     times = "ragcache_gateway_tenant_time_to_first_token_seconds_count"
     assert f'{times}{{tenant="red"}} 1.0' in lines
     assert 'tenant="blue"' not in page
+
+
+async def test_a_syncs_key_reaches_its_own_collection_only(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    keys = ComponentKeys(bytes(range(32)))
+    pairs = (part.partition("=") for part in keys.hashes("uid").split(","))
+    builtin = [(name, text) for name, _, text in pairs]
+    file = write_keys(tmp_path / "keys.toml", ENTRIES)
+    with serving(tmp_path / "kv") as store:
+        async with AsyncExitStack() as stack:
+            world = keyed_world(store, file, builtin)
+            await world.start(stack, tiny_model)
+            own = {"Authorization": f"Bearer {keys.collection_key('faq', 'uid')}"}
+            foreign = {"Authorization": f"Bearer {keys.collection_key('faq', 'other')}"}
+            put = {**DOCUMENT, "collection": "faq"}
+            call = world.client.request
+            detail(await call("POST", "/v1/documents", json=put, headers=foreign), 401)
+            # It may write there: the collection does not exist yet.
+            detail(await call("POST", "/v1/documents", json=put, headers=own), 404)
+            others = "/v1/documents/d?collection=default"
+            for method, path, body in (
+                ("POST", "/v1/documents", DOCUMENT),
+                ("GET", "/v1/documents?collection=default", None),
+                ("DELETE", others, None),
+                ("PATCH", "/v1/collections/default", {}),
+                ("DELETE", "/v1/collections/default", None),
+                ("POST", "/v1/chat/completions", QUESTION),
+                ("GET", "/v1/backup", None),
+            ):
+                detail(await call(method, path, json=body, headers=own), 403)

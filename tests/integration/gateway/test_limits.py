@@ -8,11 +8,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.routing import APIRoute
 
 from ragcache_gateway.http.middleware.request_pools import QUESTION_PATHS, STATUS_PATHS
-from tests.kit.gateway import CONFIG, World, until_status, world
+from ragcache_wire.clients import retriever_client
+from tests.kit.gateway import CONFIG, FakeRetriever, World, until_status, world
 
 DOCUMENT = {"id": "a.md", "text": "Billing runs in eu-north."}
 
@@ -97,6 +99,34 @@ async def test_refused_clients_are_told_to_come_one_after_the_other(tiny_model: 
         promised_ms = [2000, 4000, 6000, 8000]
         assert all(wait >= promised for wait, promised in zip(waits_ms, promised_ms, strict=True))
         assert len(set(waits_ms)) == len(waits_ms)
+
+
+async def test_texts_that_take_longer_than_the_deadline_are_413_with_a_bound(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed, read_chars = FakeRetriever.Embed, []
+
+    async def slowly(retriever: FakeRetriever, request: Any, context: Any) -> Any:
+        read_chars.append(sum(map(len, request.texts)))
+        await asyncio.sleep(read_chars[-1] / 1e4)
+        return await embed(retriever, request, context)
+
+    monkeypatch.setattr(retriever_client, "EMBED_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(FakeRetriever, "Embed", slowly)
+    async with world(tiny_model) as gateway:
+
+        async def post(num_chars: int) -> httpx.Response:
+            texts = ["x" * 10_000] * (num_chars // 10_000)
+            return await gateway.client.post("/v1/embeddings", json={"input": texts})
+
+        for num_chars in (200_000, 300_000):
+            refused = await post(num_chars)
+            assert refused.status_code == 413, refused.text
+            error = refused.json()["error"]
+            assert error["param"] == "input"
+            assert "which take longer than 3 s; send at most" in error["message"]
+        assert (await post(10_000)).status_code == 200
+        assert read_chars == [200_000, 10_000]
 
 
 @pytest.mark.parametrize("paths", [QUESTION_PATHS, STATUS_PATHS])

@@ -17,6 +17,7 @@ async def test_the_status_says_whether_an_engine_has_answered(gateway: World) ->
     assert (engine["ready"], engine["problem"]) == (True, None)
     (endpoint,) = engine["endpoints"]
     port = gateway.config.engines[0].http_port
+    assert endpoint.pop("name").startswith("server-")
     assert endpoint == {
         "address": f"127.0.0.1:{port}",
         "model": MODEL,
@@ -89,6 +90,7 @@ async def test_the_shards_of_the_cache_store_are_summed(gateway: World) -> None:
     summary = response.json()
     sources = summary.pop("sources")
     assert {one["source"].partition(":")[0] for one in sources} == {"engine", "store"}
+    assert summary["shards"][0].pop("name").startswith("server-")
     assert summary == {
         "variants": 3,
         "disk_bytes": 300,

@@ -48,6 +48,7 @@ from ragcache_core.store_api import (
 from ragcache_kv.store_client import client as store_client
 from ragcache_kv.store_client.client import TRANSPORTS, StoreClient
 from ragcache_kv.transport import framed_transport, liveness
+from ragcache_kv.transport.framed_transport import send_credential
 from ragcache_kv.transport.framing import ConnectionBroken, FramedConnection, FrameKind, frame
 from ragcache_kv.transport.liveness import SILENT_S
 from ragcache_kv.transport.shared_memory_transport import SharedMemoryTransport
@@ -670,13 +671,15 @@ def connect(served: Served, transport: str) -> FramedConnection:
     if transport == "shared":
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(served.transports.hello().data_socket)
-        _, fds, _, _ = socket.recv_fds(sock, 1, 2)
-        for fd in fds:
-            os.close(fd)
     else:
         sock = socket.create_connection(("127.0.0.1", served.transports.port))
     channel = FramedConnection(sock)
     channel.deadline = time.monotonic() + TIMEOUT_S
+    send_credential(channel, served.transports.hello().boot, None)
+    if transport == "shared":
+        _, fds, _, _ = socket.recv_fds(sock, 1, 3)
+        for fd in fds:
+            os.close(fd)
     assert channel.receive(MIB)[0] == FrameKind.WELCOME
     return channel
 
@@ -1474,3 +1477,21 @@ def test_a_store_that_stops_during_a_read_report_is_gone(tmp_path: Path, port: i
         time.sleep(2 * framed_transport.DEFERRED_SEND_S)  # meanwhile the reports of reads fail
         with pytest.raises(Unavailable):
             only(client, 1)
+
+
+def test_strangers_make_way_for_clients(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection without a proof is ended before one that a client will use again."""
+    monkeypatch.setattr(data_server, "MAX_CONNECTIONS", 3)
+    with client_of(served.address, "socket") as client:
+        put(client, 1, [MIB])
+        strangers = [
+            socket.create_connection(("127.0.0.1", served.transports.port)) for _ in range(2)
+        ]
+        time.sleep(2 * data_server.PROOF_WAIT_S)
+        with client_of(served.address, "socket") as other:
+            assert isinstance(only(other, 1), StoredValue)
+            assert served.store.stats().connections_evicted >= 1
+            assert served.store.stats().connections_refused == 0
+        for stranger in strangers:
+            stranger.close()
+        assert isinstance(only(client, 1), StoredValue)

@@ -50,8 +50,9 @@ class ChartCluster:
         self.choice = ClusterChoice(kubeconfig=plane.kubeconfig)
 
     def install(self, values: Object | None = None, **options: Any) -> installing.Installed:
-        """Install as `ragcache install` does."""
-        return installing.install(self.choice, values or {}, **options)
+        """Install as `ragcache install` does, for all namespaces if the values name none."""
+        given = {"watch": {"allNamespaces": True}} | (values or {})
+        return installing.install(self.choice, given, **options)
 
     def uninstall(self) -> None:
         """Remove the release as `helm uninstall` does."""

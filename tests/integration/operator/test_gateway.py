@@ -24,6 +24,7 @@ from ragcache_operator.status.gateway_client import (
     ShardReset,
     StoreUsage,
 )
+from ragcache_operator.status.retriever_state import RemakeState, RetrieverState
 
 ANSWER = {"ragcache": {"citations": [{}]}, "usage": {"completion_tokens": 3}}
 
@@ -244,3 +245,21 @@ async def test_an_engine_tells_which_number_type_is_slow(
 
 async def test_an_engine_that_does_not_answer_tells_nothing(gateways: GatewayClient) -> None:
     assert await gateways.slow_number_type("127.0.0.1:9") is None
+
+
+async def test_the_state_of_the_retriever_is_read_from_the_collections(
+    gateway: Gateway, gateways: GatewayClient
+) -> None:
+    remake = {"documents_done": 1, "documents": 4, "reason": "embedder"}
+    gateway.collections = [
+        {"name": "a", "documents": 4, "remake": remake},
+        {"name": "b", "documents": 1, "remake": None},
+    ]
+    state = await gateways.retriever_state(GatewayAccess(gateway.url))
+    assert state == RetrieverState((RemakeState("a", 1, 4, "embedder"),), is_settled=False)
+    gateway.collections = []
+    assert await gateways.retriever_state(GatewayAccess(gateway.url)) == RetrieverState()
+    gateway.collections = [{"remake": 1}]
+    for url in (gateway.url, "http://127.0.0.1:1"):
+        state = await gateways.retriever_state(GatewayAccess(url))
+        assert state == RetrieverState(is_settled=False)

@@ -14,7 +14,7 @@ from ragcache_core.retrieval.filters import And, Exists, Filter, In, Not
 from ragcache_core.retrieval.index_kinds import IndexKind
 from ragcache_retriever.documents.collection import CollectionSettings
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
-from ragcache_retriever.ranking.search import Search, SearchMode
+from ragcache_retriever.ranking.search import LegScores, Search, SearchMode
 from ragcache_retriever.store.records import Document
 from tests.kit.wait import until
 
@@ -103,6 +103,28 @@ class KnowledgeBaseContract:
         assert await found(knowledge_base, "apple", mode) == ["apple pear"]
         with pytest.raises(NotFound):
             await knowledge_base.ingestion.document("default", "d")
+
+    @pytest.mark.parametrize("mode", MODES)
+    async def test_scores_tell_nothing_of_hidden_documents(
+        self, knowledge_base: KnowledgeBase, mode: SearchMode
+    ) -> None:
+        """Word statistics, and what the scores of the legs are compared with."""
+
+        async def scores() -> list[tuple[str, float, LegScores]]:
+            wanted = In("public", ("yes",))
+            query = Search("default", "apple merger", 10, filter=wanted, mode=mode)
+            *_, final = [stage async for stage in knowledge_base.searching.search(query)]
+            return [(final.texts[h.row].chunk.text, h.score, h.legs) for h in final.hits]
+
+        for i, text in enumerate(("apple", "apple merger", "apple pear plum", "pear")):
+            document = a_document(f"d{i}", text, {"public": "yes"})
+            await knowledge_base.ingestion.upsert("default", document)
+        before = await scores()
+        assert len(before) >= 3
+        for i in range(20):
+            hidden = a_document(f"hidden{i}", f"merger apple number {i}", {"public": "no"})
+            await knowledge_base.ingestion.upsert("default", hidden)
+        assert await scores() == before
 
     @pytest.mark.parametrize("mode", MODES)
     async def test_filters_follow_the_documents(

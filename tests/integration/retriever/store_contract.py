@@ -727,8 +727,26 @@ class LexicalContract:
         assert len(allowed) == 6
         hits = store.lexical.hits(generation, ["apple"], 3, allowed=allowed)
         everything = store.lexical.hits(generation, ["apple"], 20)
-        assert hits == [hit for hit in everything if hit.row in allowed][:3]
+        assert [hit.row for hit in hits] == [h.row for h in everything if h.row in allowed][:3]
         assert not store.lexical.hits(generation, ["apple"], 3, allowed=np.empty(0, np.int64))
+
+    def test_scores_tell_nothing_of_rows_that_are_not_allowed(self, store: DocumentStore) -> None:
+        generation = serving(store)
+        words = terms_of("merger office F0815")
+        texts = ("the merger of F0815", "office hours, long ones", "an office in Lyon", "bread")
+        for i, text in enumerate(texts):
+            put(store, f"d{i}", [text, f"office {i}"], metadata={"public": "yes"})
+        allowed = store.reads.allowed_rows(generation, In("public", ("yes",)))
+        before = store.lexical.hits(generation, words, 10, allowed=allowed)
+        assert (len(before), before[0].num_identifiers) == (7, 1)
+        assert len({hit.score for hit in before}) > 1
+        # Hidden ones change the frequencies of words and the mean length.
+        for i in range(30):
+            put(store, f"hidden{i}", ["merger F0815 " * 20], metadata={"public": "no"})
+        assert store.lexical.hits(generation, words, 10, allowed=allowed) == before
+        put(store, "d0", ["the mergers"], metadata={"public": "yes"})
+        allowed = store.reads.allowed_rows(generation, In("public", ("yes",)))
+        assert store.lexical.hits(generation, words[:1], 10, allowed=allowed)[0].score > 0
 
     def test_hits_have_the_scores_that_all_words_give(
         self, store: DocumentStore, monkeypatch: pytest.MonkeyPatch

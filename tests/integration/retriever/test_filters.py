@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -281,6 +282,8 @@ async def test_slow_filters_leave_threads_to_other_searches(
 ) -> None:
     knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
     await knowledge_base.load()
+    logged: list[str] = []  # what asyncio would log, such as errors without a reader
+    asyncio.get_running_loop().set_exception_handler(lambda _, one: logged.append(str(one)))
     await knowledge_base.ingestion.upsert(
         "default", Document("d", "d", "Apple.", 1, {"parity": "odd"})
     )
@@ -312,3 +315,7 @@ async def test_slow_filters_leave_threads_to_other_searches(
         assert await slow[0] == 1
     await asyncio.gather(*slow, return_exceptions=True)
     await knowledge_base.close()
+    del slow, task
+    gc.collect()
+    await asyncio.sleep(0.1)
+    assert logged == []

@@ -87,3 +87,20 @@ def test_a_cached_model_needs_no_network(tmp_path: Path) -> None:
     (model / "config.json").unlink()
     assert "holds no config.json" in download("some/model", tmp_path, HF_HUB_OFFLINE="1")
     assert download("other/model", tmp_path, HF_HUB_OFFLINE="1").startswith("Unavailable")
+
+
+def test_a_pinned_model_is_that_of_its_commit(tmp_path: Path) -> None:
+    folder, pinned, newer = tmp_path / "hub/models--some--model", "1" * 40, "2" * 40
+    write_model_files(folder / "snapshots" / pinned)
+    changed = write_model_files(folder / "snapshots" / newer)
+    (changed / "config_sentence_transformers.json").write_text('{"prompts": {"query": "evil"}}')
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text(newer)
+    found = {
+        name: download(name, tmp_path, HF_HUB_OFFLINE="1")
+        for name in ("some/model", f"some/model@{newer}", f"some/model@{pinned}")
+    }
+    assert found["some/model"] == found[f"some/model@{newer}"]
+    assert found["some/model"] != found[f"some/model@{pinned}"]
+    unknown = download(f"some/model@{'3' * 40}", tmp_path, HF_HUB_OFFLINE="1")
+    assert unknown.startswith("Unavailable")

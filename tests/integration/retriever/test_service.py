@@ -98,6 +98,16 @@ async def test_an_unchanged_document_stays_as_it_is(
     assert set(removed_digests(retitled)) == old
 
 
+async def test_titles_have_no_control_characters(client: RetrieverClient) -> None:
+    title, heading = "\x1b]0;owned\x07  Hand\x9bbook", "# \x1b[2JBilling\n\nIt runs."
+    given = await client.upsert_document(document("a", "text", title=title))
+    assert given.document.title == "]0;owned Handbook"
+    found = await client.upsert_document(document("b", heading))
+    assert found.document.title == "[2JBilling"
+    only = await client.upsert_document(document("c", "text", title="\x1b\x7f"))
+    assert only.document.title == "c"
+
+
 async def test_a_changed_document_is_found_by_its_new_text(
     client: RetrieverClient, tiny_model: Path
 ) -> None:

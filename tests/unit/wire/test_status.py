@@ -29,7 +29,7 @@ from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
-from ragcache_wire.server import MAX_CALLS, GrpcServer
+from ragcache_wire.server import GrpcServer
 from ragcache_wire.status import DETAIL_KEY, RETRY_AFTER_S, NoAnswer, from_rpc_error
 from ragcache_wire.v1 import (
     cachestore_pb2,
@@ -102,10 +102,8 @@ class FailingStore(cachestore_pb2_grpc.CacheStoreServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    servicer: object, register: Any, listen: str = "127.0.0.1:0", max_calls: int = MAX_CALLS
-) -> Any:
-    server = GrpcServer(listen, ["test"], lambda s: register(servicer, s), max_calls=max_calls)
+async def serving(servicer: object, register: Any, listen: str = "127.0.0.1:0") -> Any:
+    server = GrpcServer(listen, ["test"], lambda s: register(servicer, s))
     await server.start()
     try:
         yield server
@@ -114,12 +112,10 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def engine(
-    error: Exception | None, max_calls: int = MAX_CALLS
-) -> AsyncIterator[EngineClient]:
+async def engine(error: Exception | None) -> AsyncIterator[EngineClient]:
     """A client of an engine that raises an error, or never answers."""
     register = engine_pb2_grpc.add_EngineServicer_to_server
-    async with serving(FailingEngine(error), register, max_calls=max_calls) as server:
+    async with serving(FailingEngine(error), register) as server:
         client = EngineClient(f"127.0.0.1:{server.port}")
         yield client
         await client.close()
@@ -239,8 +235,9 @@ async def test_no_answer_in_time_is_unavailable() -> None:
             await client.request_record("r")
 
 
-async def test_a_server_refuses_calls_above_its_limit() -> None:
-    async with engine(None, max_calls=1) as client:
+async def test_a_server_refuses_calls_above_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_wire.server.MAX_CALLS", 1)
+    async with engine(None) as client:
         # Both arrive before the first one ends, because it never answers.
         first, second = (asyncio.create_task(client.request_record("r", LIMIT_S)) for _ in range(2))
         [refused], [waiting] = await asyncio.wait(
@@ -290,3 +287,40 @@ async def test_health_is_serving_only_when_ready() -> None:
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
         serving_now = health_pb2.HealthCheckResponse.SERVING
         assert seen == [not_serving] * 2 + [serving_now] * 2
+
+
+NO_MESSAGE_CASES = (
+    (
+        FailingEngine(None),
+        engine_pb2_grpc.add_EngineServicer_to_server,
+        "/ragcache.v1.Engine/GetRequestRecord",
+    ),
+    (
+        FailingSearch(ERRORS[0]),  # type: ignore[abstract]  # other calls are not served
+        retriever_pb2_grpc.add_RetrieverServicer_to_server,
+        "/ragcache.v1.Retriever/Search",
+    ),
+    (
+        FailingStore(ERRORS[0]),  # type: ignore[abstract]  # other calls are not served
+        cachestore_pb2_grpc.add_CacheStoreServicer_to_server,
+        "/ragcache.v1.CacheStore/Put",
+    ),
+)
+
+
+@pytest.mark.parametrize(("servicer", "register", "method"), NO_MESSAGE_CASES)
+async def test_messages_that_cannot_be_decoded_are_one_line_in_the_log(
+    servicer: object, register: Any, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with (
+        serving(servicer, register) as server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        for _ in range(20):
+            call = channel.stream_stream(method, None, None)(iter([b"\xff\xff"]))
+            with pytest.raises(grpc.aio.AioRpcError, match="is no request of") as raised:
+                await anext(aiter(call))
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(caplog.messages) == 1, caplog.text
+    assert method.rpartition("/")[2] in caplog.messages[0]

@@ -9,19 +9,25 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ragcache_wire.channel import OPTIONS
+from ragcache_wire.peers.signed_channel import signed
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import engine_pb2 as pb
 from ragcache_wire.v1 import engine_pb2_grpc
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 RECORD_TIMEOUT_S = 1.0
 """The answer is complete without a record, so a caller does not wait long for one."""
 
 
 class EngineClient:
-    """One channel to the engine at address ("host:port")."""
+    """One channel to the engine at address ("host:port").
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+    Args:
+        keys: The platform's signing keys. None: calls carry no token.
+    """
+
+    def __init__(self, address: str, keys: SigningKeys | None = None) -> None:
+        self._channel = signed(grpc.aio.insecure_channel(address, options=OPTIONS), keys)
         self._stub = engine_pb2_grpc.EngineStub(self._channel)
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from ragcache_wire.channel import OPTIONS
-from ragcache_wire.feeds.feed_access import feed_metadata
+from ragcache_wire.peers.signed_channel import signed
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import cachestore_pb2, engine_pb2
 from ragcache_wire.v1 import node_feed_pb2 as pb
@@ -28,16 +28,14 @@ class FeedClient:
 
     Args:
         method: ENGINE_FEED or SHARD_FEED.
-        keys: The signing keys; the first one signs. None: calls carry no token.
+        keys: The platform's signing keys. None: calls carry no token.
         reader: Name in the numbers of the caller's requests. Empty: it sends the engine none.
     """
 
     def __init__(
         self, address: str, method: str, keys: SigningKeys | None, reader: str = ""
     ) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
-        self._method = method
-        self._keys = keys
+        self._channel = signed(grpc.aio.insecure_channel(address, options=OPTIONS), keys)
         self._reader = reader
         self._watch: Any = self._channel.unary_stream(
             method,
@@ -66,9 +64,8 @@ class FeedClient:
             FeedNotServed: It has no feed.
             Unavailable: It does not answer, or has gone away.
         """
-        metadata = feed_metadata(self._keys, self._method)
         request = pb.WatchRequest(boot=boot, after=after, reader=self._reader)
-        call = self._watch(request, metadata=metadata)
+        call = self._watch(request)
         try:
             async for message in call:
                 yield message

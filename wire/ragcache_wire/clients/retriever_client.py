@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
-from typing import Final, TypeVar
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Final, TypeVar
 
 import grpc
 import grpc.aio
 
+from ragcache_core.cost.text_rate import TextRate
 from ragcache_wire.channel import OPTIONS, with_options
+from ragcache_wire.peers.signed_channel import signed
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.tracing import current_metadata
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 SERVICE = "retriever"
 QUERY_TIMEOUT_S = 10.0
@@ -69,11 +73,16 @@ class RetrieverClient:
 
     Replicas may share the address. The client balances between them, and repeats reads that one of
     them could not answer.
+
+    Args:
+        keys: The platform's signing keys. None: calls carry no token.
     """
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(self, address: str, keys: SigningKeys | None = None) -> None:
+        self._channel = signed(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), keys)
         self._stub = retriever_pb2_grpc.RetrieverStub(self._channel)
+        self._embed_rate = TextRate(EMBED_TIMEOUT_S)
+        self._rerank_rate = TextRate(EMBED_TIMEOUT_S)
 
     async def close(self) -> None:
         """Close the channel and cancel running calls."""
@@ -139,18 +148,19 @@ class RetrieverClient:
         return [list(chunk.similar) for chunk in reply.chunks]
 
     async def embed(self, texts: Sequence[str]) -> pb.EmbedReply:
-        """Return the embeddings of texts."""
+        """Return the embeddings of texts. Raises TooLarge for texts that take too long."""
         request = pb.EmbedRequest(texts=texts)
-        return await _call(
-            self._stub.Embed(request, timeout=EMBED_TIMEOUT_S, metadata=current_metadata())
-        )
+        reply: pb.EmbedReply = await _in_time(self._stub.Embed, request, self._embed_rate)
+        return reply
 
     async def rerank(self, query: str, texts: Sequence[str]) -> list[float]:
-        """Return a score for each text; a higher one answers the query better."""
+        """Return a score for each text; a higher one answers the query better.
+
+        Raises:
+            TooLarge: The texts take too long.
+        """
         request = pb.RerankRequest(query=query, texts=texts)
-        reply = await _call(
-            self._stub.Rerank(request, timeout=EMBED_TIMEOUT_S, metadata=current_metadata())
-        )
+        reply = await _in_time(self._stub.Rerank, request, self._rerank_rate)
         return list(reply.scores)
 
     async def list_removals(self, after: int) -> pb.ListRemovalsReply:
@@ -238,6 +248,20 @@ class RetrieverClient:
 
         reply = await _call(self._stub.Restore(requests(), timeout=COPY_TIMEOUT_S))
         return reply.documents
+
+
+async def _in_time(method: Callable[..., Awaitable[R]], request: Any, rate: TextRate) -> R:
+    """Call a method that reads texts. Raises TooLarge if they take longer than the deadline."""
+    rate.check(request.texts)
+    start_s = time.monotonic()
+    try:
+        reply = await method(request, timeout=EMBED_TIMEOUT_S, metadata=current_metadata())
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            rate.observe_end(request.texts)
+        raise from_rpc_error(SERVICE, error) from error
+    rate.observe(request.texts, time.monotonic() - start_s)
+    return reply
 
 
 async def _call(call: Awaitable[R]) -> R:

@@ -42,8 +42,11 @@ def to_integer(value: Any) -> Any:
 
 INTEGRAL: Final = BeforeValidator(to_integer)
 
-Count = Annotated[int, Field(ge=0, strict=True), INTEGRAL]
-PositiveCount = Annotated[int, Field(ge=1, strict=True), INTEGRAL]
+MAX_COUNT: Final = 2**53 - 1
+"""Largest whole number that every JSON parser reads exactly. Source: RFC 8259, section 6."""
+
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT, strict=True), INTEGRAL]
+PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT, strict=True), INTEGRAL]
 
 
 def check_text(value: str) -> str:

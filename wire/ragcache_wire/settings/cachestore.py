@@ -108,9 +108,9 @@ class CacheStoreSettings(ServiceSettings):
     signing_key_file: SigningKeyFile | None = setting(
         None, internal="The operator mounts the Secret with the keys."
     )
-    """Keys of the gateways: a token under one of them admits a gateway to the feed of the stored
-    variants. The file is read again when it changes. Without it, the feed is served on loopback
-    only."""
+    """Keys of the platform: every caller shows a token under one of them, and so does every
+    connection that carries values. The file is read again when it changes. Without it, the store
+    has callers on loopback only."""
     replication: OnOff = setting(True, spec="spec.cacheStore.replication.enabled")
     """Whether the shard copies its busiest variants to another shard."""
     otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")

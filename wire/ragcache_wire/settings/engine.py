@@ -38,9 +38,9 @@ class EngineSettings(ServiceSettings):
     signing_key_file: SigningKeyFile | None = setting(
         None, internal="The operator mounts the Secret with the keys."
     )
-    """Keys of the gateway's signature: the engine acts only on plans that one of them signed, and
-    tells only gateways what its caches have. The file is read again when it changes. Without it,
-    the engine acts on any plan, and tells what its caches have on loopback only."""
+    """Keys of the platform: the engine acts only on plans that one of them signed, and every caller
+    shows a token under one of them. The file is read again when it changes. Without it, the engine
+    acts on any plan, and has callers on loopback only."""
     otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")
     """Base URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics. Without it,
     none are sent."""

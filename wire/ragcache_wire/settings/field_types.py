@@ -122,7 +122,7 @@ AbsolutePath = Annotated[
 KeyHashes = Annotated[
     tuple[tuple[str, str], ...],
     PlainValidator(_key_hashes),
-    Accepts("NAME=sha256:HASH, several with commas between"),
+    Accepts("operator=sha256:HASH and sync=ed25519:KEY, with a comma between"),
 ]
 OnOff = Annotated[bool, BeforeValidator(_on_or_off), Accepts("on or off")]
 WholeSeconds = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from ragcache_core.planner.request_plan import EngineRole
 from ragcache_wire.settings.field_types import (
     AbsolutePath,
     Address,
+    ByteQuantity,
     Count,
     HostNames,
     HttpUrl,
@@ -166,6 +168,12 @@ def _models(value: str | Sequence[ModelSettings]) -> tuple[ModelSettings, ...]:
     return _MODELS.validate_json(value) if isinstance(value, str) else tuple(value)
 
 
+def _audit_target(value: str | None) -> str | None:
+    if value is not None and value != "stdout" and not os.path.isabs(value):
+        raise ValueError("neither stdout nor an absolute path")
+    return value
+
+
 class GatewaySettings(ServiceSettings):
     """What the gateway reads from its environment."""
 
@@ -197,8 +205,9 @@ class GatewaySettings(ServiceSettings):
     signing_key_file: SigningKeyFile | None = setting(
         None, internal="The operator mounts the Secret with the keys."
     )
-    """Keys that the gateway signs reuse plans with, and the tokens with which it reads feeds. The
-    first one signs. The file is read again when it changes. Without it, nothing is signed."""
+    """Keys that the gateway signs reuse plans with, and the tokens with which it calls the other
+    parts. The first one signs. The file is read again when it changes. Without it, nothing is
+    signed."""
     api_keys_file: AbsolutePath | None = setting(
         None, internal="The operator mounts the Secret with the keys."
     )
@@ -208,6 +217,20 @@ class GatewaySettings(ServiceSettings):
         (), internal="The operator has keys for its self-test and for syncs."
     )
     """Hashes of the keys of the platform's own components, beside those of the file."""
+    audit: (
+        Annotated[
+            str,
+            PlainValidator(_audit_target),
+            Accepts("stdout, or the absolute path of a file"),
+        ]
+        | None
+    ) = setting(None, internal="The operator chooses the place by spec.gateway.audit.")
+    """Where the audit log goes: standard output, or a file that is only appended to. Without it,
+    there is no audit log. While it cannot be written, the gateway changes no documents."""
+    audit_max_bytes: ByteQuantity = setting(1 << 30, spec="spec.gateway.audit.maxSize")
+    """Most bytes of the files of the audit log. The oldest file is deleted above it."""
+    tenant_grace_s: SecondsOrZero = setting(900.0, internal=_BOUND)
+    """Time from the last key of a tenant to the deletion of its KV."""
     limits_file: AbsolutePath | None = setting(
         None, internal="The operator mounts the file with spec.gateway.limits."
     )
@@ -315,16 +338,19 @@ class GatewaySettings(ServiceSettings):
     its answers slower. If all would be, the gateway answers with 429. Without it there is no such
     limit."""
     max_connections: Limit = setting(4096, spec="spec.gateway.limits.connections")
-    """Connections at once, of each address. The gateway answers one more with 503."""
+    """Connections at once, of each port. A client's address gets at most half of them, and as many
+    as it leaves free. The gateway answers one more with 503."""
     header_timeout_s: Seconds = setting(10.0, internal=_BOUND)
     """Time for the header of a request to arrive, from its first byte or the connection."""
     body_max_bytes: Count = setting(8 << 20, internal=_BOUND)
-    """Size of one request's body."""
+    """Size of one request's body. A question is bounded by what the model holds, too: 16 characters
+    for each token, and 256 KiB."""
     bodies_max_bytes: Count = setting(64 << 20, internal=_BOUND)
-    """Size of all bodies in memory at once, of questions and of document requests each. The gateway
-    answers a body over it with 429."""
+    """Size of all bodies in memory at once, of questions and of document requests each. A key gets
+    at most as much as it leaves free. The gateway answers a body over it with 429."""
     body_timeout_s: Seconds = setting(60.0, internal=_BOUND)
-    """Time for the whole body of a request to arrive."""
+    """Time for the largest body to arrive. Smaller ones have 10 s, and the rest by their size. The
+    gateway answers a slower one with 408."""
     send_timeout_s: Seconds = setting(60.0, internal=_BOUND)
     """Time for a client to take one event of a stream, before the gateway drops the client."""
     engine_connect_timeout_s: Seconds = setting(2.0, internal=_BOUND)

@@ -18,6 +18,7 @@ from ragcache_wire.settings.field_types import (
     LogForm,
     LogLevel,
     OnOff,
+    SigningKeyFile,
     whole_number,
 )
 from ragcache_wire.settings.table import Accepts, ServiceSettings, setting, variable
@@ -27,7 +28,7 @@ MAX_EMBEDDER_THREADS: Final = 256
 MAX_DEFAULT_THREADS: Final = 8
 """Most threads of an embedder in the retriever by default. Beyond, Python's lock limits them."""
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[0-9a-f]{40})?", re.ASCII)
 
 
 def _embedder(value: str) -> str:
@@ -81,8 +82,8 @@ class RetrieverSettings(ServiceSettings):
         str,
         AfterValidator(_embedder),
         Accepts(
-            f"{BUNDLED_EMBEDDER}, path:FOLDER with an absolute path, hf:ORGANISATION/NAME, or the "
-            "base URL of an OpenAI-compatible endpoint"
+            f"{BUNDLED_EMBEDDER}, path:FOLDER with an absolute path, hf:ORGANISATION/NAME with or "
+            "without @COMMIT, or the base URL of an OpenAI-compatible endpoint"
         ),
     ] = setting(BUNDLED_EMBEDDER, spec="spec.retriever.embedder.source")
     """What turns text into vectors: the bundled model, another model in the form of
@@ -135,6 +136,11 @@ class RetrieverSettings(ServiceSettings):
         None, internal="A Secret that spec.retriever.backend names has it.", repr=False
     )
     """URL of PostgreSQL or Milvus. These backends need it."""
+    signing_key_file: SigningKeyFile | None = setting(
+        None, internal="The operator mounts the Secret with the keys."
+    )
+    """Keys of the platform: every caller shows a token under one of them. The file is read again
+    when it changes. Without it, the retriever has callers on loopback only."""
     otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")
     """Base URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics. Without it,
     none are sent."""

@@ -182,6 +182,38 @@ class VariantInfo(_message.Message):
 Global___VariantInfo: _TypeAlias = VariantInfo  # noqa: Y015
 
 @_typing.final
+class Influence(_message.Message):
+    """Who may use a variant after other chunks than those that it was computed after
+    (ragcache_core.access.reader).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RIGHTS_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
+    NUM_HEAD_FIELD_NUMBER: _builtins.int
+    rights: _builtins.bytes
+    """16 bytes, of the reader whose request has computed it; empty: unknown"""
+    writer: _builtins.bytes
+    """16 bytes, of the key whose text is before it; empty: none's"""
+    num_head: _builtins.int
+    """how many of the chunks before it are no documents"""
+    def __init__(
+        self,
+        *,
+        rights: _builtins.bytes = ...,
+        writer: _builtins.bytes = ...,
+        num_head: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_head", b"num_head", "rights", b"rights", "writer", b"writer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Influence: _TypeAlias = Influence  # noqa: Y015
+
+@_typing.final
 class Origin(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -190,6 +222,7 @@ class Origin(_message.Message):
     DOMAIN_FIELD_NUMBER: _builtins.int
     DOCUMENT_FIELD_NUMBER: _builtins.int
     TOKEN_S_FIELD_NUMBER: _builtins.int
+    INFLUENCE_FIELD_NUMBER: _builtins.int
     domain: _builtins.str
     document: _builtins.str
     token_s: _builtins.float
@@ -202,6 +235,8 @@ class Origin(_message.Message):
 
     @_builtins.property
     def parent(self) -> Global___VariantKey: ...
+    @_builtins.property
+    def influence(self) -> Global___Influence: ...
     def __init__(
         self,
         *,
@@ -210,10 +245,11 @@ class Origin(_message.Message):
         domain: _builtins.str = ...,
         document: _builtins.str = ...,
         token_s: _builtins.float = ...,
+        influence: Global___Influence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["influence", b"influence", "parent", b"parent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["document", b"document", "domain", b"domain", "parent", b"parent", "prefix_chunks", b"prefix_chunks", "token_s", b"token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["document", b"document", "domain", b"domain", "influence", b"influence", "parent", b"parent", "prefix_chunks", b"prefix_chunks", "token_s", b"token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -564,6 +600,7 @@ class StoredVariant(_message.Message):
     PREFIX_CHUNKS_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
     WANTS_HIGHER_PRECISION_FIELD_NUMBER: _builtins.int
+    INFLUENCE_FIELD_NUMBER: _builtins.int
     tier: _builtins.str
     load_s: _builtins.float
     """predicted time from its tier to the caller"""
@@ -581,6 +618,10 @@ class StoredVariant(_message.Message):
     def copies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """other shards that store it too"""
 
+    @_builtins.property
+    def influence(self) -> Global___Influence:
+        """of its origin; set where the prefix chunks are"""
+
     def __init__(
         self,
         *,
@@ -591,10 +632,11 @@ class StoredVariant(_message.Message):
         prefix_chunks: _abc.Iterable[_builtins.bytes] | None = ...,
         copies: _abc.Iterable[_builtins.str] | None = ...,
         wants_higher_precision: _builtins.bool = ...,
+        influence: Global___Influence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["influence", b"influence", "info", b"info", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "info", b"info", "key", b"key", "load_s", b"load_s", "prefix_chunks", b"prefix_chunks", "tier", b"tier", "wants_higher_precision", b"wants_higher_precision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "influence", b"influence", "info", b"info", "key", b"key", "load_s", b"load_s", "prefix_chunks", b"prefix_chunks", "tier", b"tier", "wants_higher_precision", b"wants_higher_precision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -887,6 +929,56 @@ class DeleteReply(_message.Message):
 Global___DeleteReply: _TypeAlias = DeleteReply  # noqa: Y015
 
 @_typing.final
+class RemainsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELETION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def deletion(self) -> Global___Deletion: ...
+    def __init__(
+        self,
+        *,
+        deletion: Global___Deletion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deletion", b"deletion"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletion", b"deletion"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemainsRequest: _TypeAlias = RemainsRequest  # noqa: Y015
+
+@_typing.final
+class RemainsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IN_MEMORY_FIELD_NUMBER: _builtins.int
+    ON_DISK_FIELD_NUMBER: _builtins.int
+    UNFREED_FIELD_NUMBER: _builtins.int
+    in_memory: _builtins.int
+    """variants"""
+    on_disk: _builtins.int
+    """variants"""
+    unfreed: _builtins.int
+    """Copies on disk that deletes or evictions have dropped, of any variant, and whose pages still
+    have their bytes.
+    """
+    def __init__(
+        self,
+        *,
+        in_memory: _builtins.int = ...,
+        on_disk: _builtins.int = ...,
+        unfreed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_memory", b"in_memory", "on_disk", b"on_disk", "unfreed", b"unfreed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemainsReply: _TypeAlias = RemainsReply  # noqa: Y015
+
+@_typing.final
 class PullPosition(_message.Message):
     """How far a shard has pulled the deletes of another one."""
 
@@ -1056,9 +1148,49 @@ class HelloReply(_message.Message):
 Global___HelloReply: _TypeAlias = HelloReply  # noqa: Y015
 
 @_typing.final
-class DataExtent(_message.Message):
+class DataChallenge(_message.Message):
     """Messages of the shared memory and TCP transports. ragcache_kv.transport.framing frames them."""
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHALLENGE_FIELD_NUMBER: _builtins.int
+    challenge: _builtins.bytes
+    """32 random bytes, for this connection alone"""
+    def __init__(
+        self,
+        *,
+        challenge: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataChallenge: _TypeAlias = DataChallenge  # noqa: Y015
+
+@_typing.final
+class DataCredential(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROOF_FIELD_NUMBER: _builtins.int
+    proof: _builtins.bytes
+    """ragcache_core.identity.peer_token; empty: the client has no key"""
+    def __init__(
+        self,
+        *,
+        proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["proof", b"proof"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataCredential: _TypeAlias = DataCredential  # noqa: Y015
+
+@_typing.final
+class DataExtent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DISK_FIELD_NUMBER: _builtins.int

@@ -80,6 +80,11 @@ class CacheStoreStub:
                 request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeleteRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeleteReply.FromString,
                 _registered_method=True)
+        self.FindRemains = channel.unary_unary(
+                '/ragcache.v1.CacheStore/FindRemains',
+                request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.RemainsRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.RemainsReply.FromString,
+                _registered_method=True)
         self.Tombstones = channel.unary_stream(
                 '/ragcache.v1.CacheStore/Tombstones',
                 request_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.TombstonesRequest.SerializeToString,
@@ -168,6 +173,13 @@ class CacheStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindRemains(self, request, context):
+        """Counts what the shard holds of what a delete names, in every tier. Nothing is changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tombstones(self, request, context):
         """Returns the deletes that this shard has applied and the caller has not pulled, in order, in one
         message or more. Shards ask each other.
@@ -238,6 +250,11 @@ def add_CacheStoreServicer_to_server(servicer, server):
                     servicer.Delete,
                     request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeleteRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.DeleteReply.SerializeToString,
+            ),
+            'FindRemains': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindRemains,
+                    request_deserializer=ragcache__wire_dot_v1_dot_cachestore__pb2.RemainsRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_cachestore__pb2.RemainsReply.SerializeToString,
             ),
             'Tombstones': grpc.unary_stream_rpc_method_handler(
                     servicer.Tombstones,
@@ -481,6 +498,33 @@ class CacheStore:
             '/ragcache.v1.CacheStore/Delete',
             ragcache__wire_dot_v1_dot_cachestore__pb2.DeleteRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_cachestore__pb2.DeleteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindRemains(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.CacheStore/FindRemains',
+            ragcache__wire_dot_v1_dot_cachestore__pb2.RemainsRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_cachestore__pb2.RemainsReply.FromString,
             options,
             channel_credentials,
             insecure,

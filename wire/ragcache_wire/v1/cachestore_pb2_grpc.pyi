@@ -59,6 +59,8 @@ class CacheStoreStub:
     """Removes the named variants and every variant computed after a named chunk. The delete is durable
     when the reply comes. A put whose KV was planned before the delete stores nothing.
     """
+    FindRemains: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.RemainsRequest, _cachestore_pb2.RemainsReply]
+    """Counts what the shard holds of what a delete names, in every tier. Nothing is changed."""
     Tombstones: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.TombstonesRequest, _cachestore_pb2.DeletionBatch]
     """Returns the deletes that this shard has applied and the caller has not pulled, in order, in one
     message or more. Shards ask each other.
@@ -99,6 +101,8 @@ class CacheStoreAsyncStub(CacheStoreStub):
     """Removes the named variants and every variant computed after a named chunk. The delete is durable
     when the reply comes. A put whose KV was planned before the delete stores nothing.
     """
+    FindRemains: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.RemainsRequest, _cachestore_pb2.RemainsReply]  # type: ignore[assignment]
+    """Counts what the shard holds of what a delete names, in every tier. Nothing is changed."""
     Tombstones: _aio.UnaryStreamMultiCallable[_cachestore_pb2.TombstonesRequest, _cachestore_pb2.DeletionBatch]  # type: ignore[assignment]
     """Returns the deletes that this shard has applied and the caller has not pulled, in order, in one
     message or more. Shards ask each other.
@@ -184,6 +188,14 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         """Removes the named variants and every variant computed after a named chunk. The delete is durable
         when the reply comes. A put whose KV was planned before the delete stores nothing.
         """
+
+    @_abc_1.abstractmethod
+    def FindRemains(
+        self,
+        request: _cachestore_pb2.RemainsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.RemainsReply, _abc.Awaitable[_cachestore_pb2.RemainsReply]]:
+        """Counts what the shard holds of what a delete names, in every tier. Nothing is changed."""
 
     @_abc_1.abstractmethod
     def Tombstones(

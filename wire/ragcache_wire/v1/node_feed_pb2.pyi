@@ -23,8 +23,6 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class WatchRequest(_message.Message):
     """The feed of a source: which nodes of the knowledge tree an engine or a shard of the cache store
     has, and every change of that. It names keys only, never tokens or text.
-
-    A call needs the metadata ragcache-feed-token (ragcache_core.identity.feed_token).
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -68,6 +68,11 @@ class WatchedFile(Generic[T]):
                     self._next_check_at = self._clock() + CHECK_EVERY_S
         return self._value
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the file could not be read or parsed at the last check."""
+        return self._seen is None
+
     def _reload(self) -> None:
         try:
             state = self._path.stat()

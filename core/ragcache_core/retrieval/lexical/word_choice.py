@@ -43,16 +43,13 @@ class WordChoice:
     scoring: tuple[str, ...]
 
 
-def choose_words(
-    frequencies: Mapping[str, int], num_chunks: int, allowed_share: float = 1.0
-) -> WordChoice:
+def choose_words(frequencies: Mapping[str, int], num_chunks: int) -> WordChoice:
     """Divide the words of a question.
 
     Args:
         frequencies: By word, the chunks that have it. It may be somewhat out of date. A word that
             no chunk has finds the chunks that were added since.
-        num_chunks: All chunks.
-        allowed_share: Share of the chunks that may be found, in (0, 1].
+        num_chunks: All chunks that may be found.
     """
     words = sorted(frequencies, key=lambda word: (frequencies[word], word))
     most = min(MAX_CANDIDATES, num_chunks // 2)
@@ -68,7 +65,7 @@ def choose_words(
     max_rest = MAX_REST_SHARE * rest
     num_candidates = sum(frequencies[word] for word in identifiers)
     for i, word in enumerate(words):
-        is_enough = num_candidates * allowed_share >= MIN_CANDIDATES
+        is_enough = num_candidates >= MIN_CANDIDATES
         is_too_many = num_candidates + frequencies[word] > MAX_CANDIDATES
         if is_enough and (rest <= max_rest or is_too_many):
             scoring = [later for later in words[i:] if frequencies[later] <= num_chunks / 2]

@@ -3,6 +3,9 @@
 Over the Unix socket the store sends only the extents of a value. The client, on the same machine,
 maps the memory tier and reads the file of values itself. Over TCP the store sends the bytes.
 
+A client first proves that it has the platform's key. Until then the store takes
+MAX_CREDENTIAL_BYTES from it, for at most HELLO_TIMEOUT_S.
+
 When a connection ends, its leases and its puts end with it. The store ends a connection whose
 client is slower than a lease lasts, or silent for IDLE_S. It ends idle ones earlier if it needs
 their memory for others (``data_server``).
@@ -13,18 +16,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from ragcache_cachestore.puts import IncomingPut
 from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry.exporter import count_hit, count_miss
-from ragcache_core.errors import RagCacheError, Unavailable
+from ragcache_core.errors import RagCacheError, Unauthenticated, Unavailable
 from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.peer_token import CHALLENGE_BYTES
 from ragcache_core.identity.variant import Miss, Tier, ValuePart
 from ragcache_core.storage.extents import Extent
 from ragcache_core.store_api import (
@@ -36,11 +42,14 @@ from ragcache_core.store_api import (
     PutOutcome,
 )
 from ragcache_kv.transport.framing import (
+    MAX_CREDENTIAL_BYTES,
     MAX_REQUEST_BYTES,
     PIECE_BYTES,
+    SOCKET_BUFFER_BYTES,
     ConnectionBroken,
     FramedConnection,
     FrameKind,
+    FrameLimits,
     frame,
     parse,
     to_error,
@@ -55,11 +64,21 @@ from ragcache_kv.values.conversions import (
     to_outcome,
     to_value_header,
 )
+from ragcache_wire.peers.peer_access import PeerGuard
 from ragcache_wire.tracing import NO_SPAN, Span
 from ragcache_wire.tracing import metadata as trace_metadata
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+FRAMES_BYTES = 64 << 20
+"""Bound of the large messages that clients send, for all connections together."""
+
+FRAME_TIMEOUT_S = 5.0
+"""How long a message may take after its first bytes."""
+
+NEW_BUFFER_BYTES = 32 << 10
+"""Kernel buffer for the bytes of a client that the store has not admitted yet."""
 
 IDLE_S = 600.0
 """How long a connection may be silent. A client that needs it again opens another one."""
@@ -109,6 +128,22 @@ class HeaderCache:
         return encoded
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionContext:
+    """What all connections of one listening socket share.
+
+    Args:
+        guard: Admits clients.
+        limits: Bounds what clients send.
+    """
+
+    store: Store
+    hello: pb.HelloReply
+    headers: HeaderCache
+    guard: PeerGuard
+    limits: FrameLimits
+
+
 class DataConnection(threading.Thread):
     """Serves the calls of one client, one after another.
 
@@ -118,17 +153,16 @@ class DataConnection(threading.Thread):
 
     def __init__(
         self,
-        store: Store,
+        context: ConnectionContext,
         sock: socket.socket,
-        hello: pb.HelloReply,
-        headers: HeaderCache,
         on_end: Callable[[DataConnection], None],
     ) -> None:
         super().__init__(name="transport", daemon=True)
-        self.channel = FramedConnection(sock)
-        self._store = store
-        self._hello = hello
-        self._headers = headers
+        self.channel = FramedConnection(sock, context.limits)
+        self._store = context.store
+        self._hello = context.hello
+        self._headers = context.headers
+        self._guard = context.guard
         self._on_end = on_end
         self._shared = sock.family == socket.AF_UNIX
         self._transport = "shared" if self._shared else "socket"
@@ -136,8 +170,10 @@ class DataConnection(threading.Thread):
         self._reads_reported_at = time.monotonic()
         self._lock = threading.Lock()  # guards the two below
         self._evicted = False
-        self.idle_since: float | None = None
-        """When it began to wait for a call without a lease, on the monotonic clock; else None."""
+        self.is_admitted = False
+        # The client of a Unix socket would take the reason for the byte that passes descriptors.
+        self.idle_since: float | None = None if self._shared else time.monotonic()
+        """When it began to wait for a credential or a call without a lease; else None."""
 
     def try_evict(self) -> bool:
         """End the connection if it is idle. Return whether it was. Safe to call from any thread."""
@@ -154,15 +190,15 @@ class DataConnection(threading.Thread):
     def refuse(self) -> None:
         """Tell the client that there are too many connections, without waiting for it."""
         error = Unavailable("cachestore", "it has too many connections", RETRY_AFTER_S)
-        greeting = b"\0" if self._shared else b""
         with contextlib.suppress(OSError):
             self.channel.socket.setblocking(False)
-            self.channel.socket.send(greeting + frame(FrameKind.ERROR, to_error(error)))
+            self.channel.socket.send(frame(FrameKind.ERROR, to_error(error)))
         self.channel.close()
 
     def run(self) -> None:
         """Serve calls until the client closes the connection."""
         try:
+            self._admit()
             self._send_hello()
             while True:
                 self._serve_one()
@@ -182,8 +218,35 @@ class DataConnection(threading.Thread):
                 )
             self._on_end(self)
 
-    def _send_hello(self) -> None:
+    def _admit(self) -> None:
+        """Let the client prove that it has a key. Raises ConnectionBroken."""
         self.channel.deadline = time.monotonic() + HELLO_TIMEOUT_S
+        sock, challenge = self.channel.socket, os.urandom(CHALLENGE_BYTES)
+        if not self._shared:
+            _set_buffer(sock, NEW_BUFFER_BYTES)
+        self.channel.send(FrameKind.CHALLENGE, pb.DataChallenge(challenge=challenge))
+        kind, payload = self.channel.receive(MAX_CREDENTIAL_BYTES)
+        self._require_not_evicted()
+        if kind != FrameKind.CREDENTIAL:
+            raise ConnectionBroken(f"expected a credential, received a frame of kind {kind}")
+        proof = parse(pb.DataCredential, payload).proof
+        try:
+            self._guard.check_proof(proof, challenge, self._hello.boot)
+        except Unauthenticated as error:
+            greeting = b"\0" if self._shared else b""
+            self.channel.send_raw(greeting + frame(FrameKind.ERROR, to_error(error)))
+            raise ConnectionBroken(f"refused: {error}") from error
+        self.is_admitted = True
+        if not self._shared:
+            _set_buffer(sock, SOCKET_BUFFER_BYTES)
+
+    def _require_not_evicted(self) -> None:
+        with self._lock:
+            if self._evicted:
+                raise ConnectionBroken("it was evicted while it was idle")
+            self.idle_since = None
+
+    def _send_hello(self) -> None:
         if self._shared:
             store = self._store
             fds = [store.memory_tier.fd, store.disk_tier.reader_fd, store.status_page.reader_fd]
@@ -196,14 +259,12 @@ class DataConnection(threading.Thread):
     def _serve_one(self) -> None:
         """Wait for a call and serve it."""
         now = time.monotonic()
+        self.channel.release_messages()
         self.channel.deadline = now + IDLE_S
         self.idle_since = None if self._leases else now
         self.channel.spin_wait()
         kind, payload = self.channel.receive(MAX_REQUEST_BYTES)
-        with self._lock:
-            if self._evicted:
-                raise ConnectionBroken("it was evicted while it was idle")
-            self.idle_since = None
+        self._require_not_evicted()
         self.channel.deadline = time.monotonic() + LEASE_S
         try:
             self._dispatch(kind, payload)
@@ -415,6 +476,11 @@ class DataConnection(threading.Thread):
         span.set(bytes=new.info.num_bytes, ack=ack.value, outcome=outcome.value)
         seconds = time.monotonic() - began
         self._store.puts.note_put(outcome, ack, self._transport, new.info.num_bytes, seconds)
+
+
+def _set_buffer(sock: socket.socket, num_bytes: int) -> None:
+    with contextlib.suppress(OSError):  # the connection has ended, which the next call notices
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, num_bytes)
 
 
 def _grant(extents: Sequence[Extent]) -> pb.PutGrant:

@@ -4,8 +4,8 @@ Each connection has one thread and blocks, so a round trip takes two system call
 loop. ``data_connection`` serves the calls, ``ragcache_kv.transport.framing`` has the protocol.
 
 The memory of connections is bounded. Above the bound, a new connection takes the place of the one
-that has been idle for longest. Its client connects again when it needs to. A connection is refused
-only if all others are in use.
+that has been idle for longest, first of one whose client has not proved yet that it has a key. Its
+client connects again when it needs to. A connection is refused only if all others are in use.
 """
 
 from __future__ import annotations
@@ -21,11 +21,20 @@ import time
 from pathlib import Path
 from typing import Final
 
-from ragcache_cachestore.api.data_connection import DataConnection, HeaderCache
+from ragcache_cachestore.api.data_connection import (
+    FRAME_TIMEOUT_S,
+    FRAMES_BYTES,
+    ConnectionContext,
+    DataConnection,
+    HeaderCache,
+)
+from ragcache_cachestore.storage.malloc import return_freed_memory
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput
-from ragcache_kv.transport.framing import SOCKET_BUFFER_BYTES
+from ragcache_kv.transport.framing import SOCKET_BUFFER_BYTES, FrameLimits
+from ragcache_wire.peers.peer_access import PeerGuard
 from ragcache_wire.v1 import cachestore_pb2 as pb
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +46,15 @@ MAX_CONNECTIONS_BYTES = 128 << 20
 
 MAX_CONNECTIONS = MAX_CONNECTIONS_BYTES // CONNECTION_BYTES
 
+MIN_TRIM_CONNECTIONS = 8
+"""When half of this many connections or more have ended, their memory returns to the system."""
+
 FULL_WAIT_S = 0.25
 """How long a new connection waits until one is idle. Clients release leases 50 ms after a read."""
+
+PROOF_WAIT_S = 0.2
+"""How long a client has for its proof while there is no room. It is below FULL_WAIT_S, so that
+clients without a key cannot keep others out."""
 
 FULL_POLL_S = 0.01
 
@@ -59,12 +75,20 @@ class DataServer:
     Args:
         path: Of the Unix socket. None: not offered.
         listen: Host and port of TCP, port 0 for any free port. None: not offered.
+        keys: The platform's signing keys. Without them, TCP has clients only on loopback. The file
+            permissions protect the Unix socket then.
 
     Attributes:
         port: The TCP port, or 0.
     """
 
-    def __init__(self, store: Store, path: Path | None, listen: tuple[str, int] | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        path: Path | None,
+        listen: tuple[str, int] | None,
+        keys: SigningKeys | None = None,
+    ) -> None:
         """Open the listening sockets.
 
         Raises:
@@ -73,6 +97,14 @@ class DataServer:
         self._store = store
         self._path = path
         self._headers = HeaderCache()
+        self._limits = FrameLimits(FRAMES_BYTES, FRAME_TIMEOUT_S)
+        host = "localhost" if listen is None else listen[0]
+        self._guards = {
+            socket.AF_UNIX: PeerGuard(keys, "localhost:0"),
+            socket.AF_INET: (by_network := PeerGuard(keys, f"{host}:0")),
+            socket.AF_INET6: by_network,
+        }
+        self._peak = 0  # connections since freed memory was returned
         self._lock = threading.Lock()
         self._connections: set[DataConnection] = set()
         self._ending: set[DataConnection] = set()  # evicted, and their threads still run
@@ -153,7 +185,9 @@ class DataServer:
                 time.sleep(RETRY_ACCEPT_S)
 
     def _serve(self, sock: socket.socket) -> None:
-        connection = DataConnection(self._store, sock, self.hello(), self._headers, self._remove)
+        guard = self._guards[sock.family]
+        context = ConnectionContext(self._store, self.hello(), self._headers, guard, self._limits)
+        connection = DataConnection(context, sock, self._remove)
         deadline = time.monotonic() + FULL_WAIT_S
         while not self._try_start(connection):
             if self._closed or time.monotonic() >= deadline:
@@ -173,17 +207,20 @@ class DataServer:
                 return False
             connection.start()  # within the lock, so that close can join every connection
             self._connections.add(connection)
+            self._peak = max(self._peak, len(self._connections))
             self._store.note_connections(len(self._connections), evicted=is_full)
         return True
 
     def _evict_idlest(self) -> bool:
         """End the connection that has been idle for longest. The caller has the lock."""
+        unproven_before = time.monotonic() - PROOF_WAIT_S
         idle = [
-            (since, id(connection), connection)
+            (connection.is_admitted, since, id(connection), connection)
             for connection in self._connections
             if (since := connection.idle_since) is not None
+            if connection.is_admitted or since < unproven_before
         ]
-        for _, _, connection in sorted(idle):
+        for *_, connection in sorted(idle):
             if connection.try_evict():
                 self._connections.discard(connection)
                 self._ending.add(connection)
@@ -194,7 +231,14 @@ class DataServer:
         with self._lock:
             self._connections.discard(connection)
             self._ending.discard(connection)
-            self._store.note_connections(len(self._connections))
+            count = len(self._connections)
+            self._store.note_connections(count)
+            # Not for each one, because it takes milliseconds, and other threads wait meanwhile.
+            has_fallen = MIN_TRIM_CONNECTIONS <= self._peak >= 2 * count
+            if has_fallen:
+                self._peak = count
+        if has_fallen:
+            return_freed_memory()
 
 
 def allow_many_sockets() -> None:

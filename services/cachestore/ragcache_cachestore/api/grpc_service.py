@@ -53,8 +53,6 @@ from ragcache_kv.values.conversions import (
     to_value_header,
 )
 from ragcache_wire.channel import PART_BYTES
-from ragcache_wire.clients.feed_client import SHARD_FEED
-from ragcache_wire.feeds.feed_access import FeedGuard
 from ragcache_wire.feeds.feed_cursor import HEARTBEAT_S, FeedCursor
 from ragcache_wire.tracing import Attribute, Span
 from ragcache_wire.v1 import cachestore_pb2 as pb
@@ -100,7 +98,6 @@ class CacheStoreService:
         replicator: None if there is only one shard.
         gated: Until ``open`` is called, answer only Delete, Tombstones and Stats. Shards that start
             at the same time exchange their deletes before they serve values.
-        feed_guard: Who may watch. None: every caller, so the server must be on loopback.
     """
 
     def __init__(
@@ -110,10 +107,8 @@ class CacheStoreService:
         replicator: Replicator | None = None,
         *,
         gated: bool = False,
-        feed_guard: FeedGuard | None = None,
     ) -> None:
         self._store = store
-        self._feed_guard = feed_guard or FeedGuard(None, "localhost:0", SHARD_FEED)
         self._hello_reply = hello
         self._replicator = replicator
         self._gated = gated
@@ -147,6 +142,7 @@ class CacheStoreService:
             "ReportUses": _unary(self._report_uses, pb.UseReport, pb.UseReportReply),
             "Prefetch": _unary(self._prefetch, pb.PrefetchRequest, pb.PrefetchReply),
             "Delete": _unary(self._delete, pb.DeleteRequest, pb.DeleteReply),
+            "FindRemains": _unary(self._find_remains, pb.RemainsRequest, pb.RemainsReply),
             "Tombstones": _stream(self._tombstones, pb.TombstonesRequest, pb.DeletionBatch),
             "DropCopy": _unary(self._drop_copy, pb.DropCopyRequest, pb.DropCopyReply),
             "Watch": _stream(self._watch, feed_pb.WatchRequest, feed_pb.NodeChanges),
@@ -344,6 +340,15 @@ class CacheStoreService:
             )
         return pb.DeleteReply(removed=removed)
 
+    async def _find_remains(self, request: pb.RemainsRequest, context: Context) -> pb.RemainsReply:
+        """Count what is held of what a deletion names."""
+        self._check_open()
+        deletion = from_deletion("deletion", request.deletion)
+        found = await self._run_in(self._slow, partial(self._store.deletes.remains, deletion))
+        return pb.RemainsReply(
+            in_memory=found.in_memory, on_disk=found.on_disk, unfreed=found.unfreed
+        )
+
     async def _tombstones(
         self, request: pb.TombstonesRequest, context: Context
     ) -> AsyncIterator[pb.DeletionBatch]:
@@ -372,7 +377,6 @@ class CacheStoreService:
         self, request: feed_pb.WatchRequest, context: Context
     ) -> AsyncIterator[feed_pb.NodeChanges]:
         """Stream changes: first those that the watcher missed, or a snapshot."""
-        self._feed_guard.check(context.invocation_metadata())
         self._check_open()
         if len(self._watchers) >= MAX_WATCHERS:
             raise Unavailable("cachestore", f"it has {MAX_WATCHERS} watchers, the most it serves")

@@ -34,6 +34,7 @@ from ragcache_core.errors import RagCacheError
 from ragcache_core.store_api import DeletionBatch
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.watched.members import Members
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class CatchUp:
         members: All shards; None if this is the only one.
         own: Address of this shard.
         progress: Called with the progress of the start.
+        keys: The platform's signing keys. None: calls carry no token.
     """
 
     def __init__(
@@ -90,8 +92,10 @@ class CatchUp:
         times: PullTimes | None = None,
         *,
         progress: Callable[[str], None] = lambda _: None,
+        keys: SigningKeys | None = None,
     ) -> None:
         self._store = store
+        self._keys = keys
         self._members = members
         self._own = own
         self._progress = progress
@@ -177,7 +181,7 @@ class CatchUp:
         """
         for peer in peers:
             if peer not in self._clients:
-                self._clients[peer] = StoreClient(peer)
+                self._clients[peer] = StoreClient(peer, keys=self._keys)
         asked = [(peer, self._pool.submit(self._pull_from, peer)) for peer in peers]
         answered: set[str] = set()
         applied = True

@@ -35,6 +35,7 @@ from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import MAX_KEYS
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.watched.members import Members
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +62,19 @@ AskShard = Callable[[str, Sequence[VariantKey]], Sequence[Miss | None]]
 """Returns why a shard does not store each key; None: it does, or will. Raises RagCacheError."""
 
 
-def ask_shard(address: str, keys: Sequence[VariantKey]) -> Sequence[Miss | None]:
-    """Ask a shard over gRPC. Raises RagCacheError."""
-    client = StoreClient(address)
+def ask_shard(
+    address: str, variants: Sequence[VariantKey], keys: SigningKeys | None = None
+) -> Sequence[Miss | None]:
+    """Ask a shard over gRPC. Raises RagCacheError.
+
+    Args:
+        address: "host:port".
+        variants: The variants.
+        keys: The platform's signing keys. None: calls carry no token.
+    """
+    client = StoreClient(address, keys=keys)
     try:
-        return client.find_misses(keys, CALL_TIMEOUT_S)
+        return client.find_misses(variants, CALL_TIMEOUT_S)
     finally:
         client.close()
 

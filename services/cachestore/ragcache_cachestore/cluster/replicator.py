@@ -30,6 +30,7 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.store_api import AsOf, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.watched.members import Members
+from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Replicator:
 
     Args:
         clock: Returns monotonic seconds.
+        keys: The platform's signing keys. None: calls carry no token.
     """
 
     def __init__(
@@ -53,14 +55,14 @@ class Replicator:
         own: str,
         thresholds: ReplicationThresholds | None = None,
         *,
-        check_interval_s: float = CHECK_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
+        keys: SigningKeys | None = None,
     ) -> None:
         self._store = store
         self._members = members
         self._own = own
         self._thresholds = thresholds or ReplicationThresholds()
-        self._check_interval_s = check_interval_s
+        self._keys = keys
         self._clock = clock
         self._served = ServedBytes(HALF_LIFE_S)
         self._addresses: tuple[str, ...] = ()
@@ -110,7 +112,7 @@ class Replicator:
                     self._try(self._copy, key, second)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._check_interval_s):
+        while not self._stop.wait(CHECK_INTERVAL_S):
             try:
                 self.check()
             except Exception:
@@ -126,7 +128,7 @@ class Replicator:
                     self._forget(key)
 
     def _copy(self, key: VariantKey, shard: str) -> None:
-        client = StoreClient(shard)
+        client = StoreClient(shard, keys=self._keys)
         try:
             client.connect()
             assert client.hello is not None
@@ -150,7 +152,7 @@ class Replicator:
     def _drop(self, key: VariantKey, shard: str) -> None:
         # Forgotten even if the other shard does not answer. It evicts the copy some day.
         self._forget(key)
-        client = StoreClient(shard)
+        client = StoreClient(shard, keys=self._keys)
         try:
             client.drop_copy(key, timeout_s=CALL_TIMEOUT_S)
         finally:

@@ -24,7 +24,7 @@ from ragcache_core.cost.linear_fit import TierLatency
 from ragcache_core.eviction import DEFAULT_POLICY
 from ragcache_core.eviction.admission import Admission
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Miss, Tier, ValuePart, VariantInfo
+from ragcache_core.identity.variant import NO_INFLUENCE, Miss, Tier, ValuePart, VariantInfo
 from ragcache_core.store_api import (
     MAX_VARIANTS,
     AsOf,
@@ -207,6 +207,7 @@ class StoreState:
             prefix_chunks=variant.origin.prefix_chunks if with_prefix else (),
             copies=self.copies.get(variant.key, ()),
             wants_higher_precision=variant.wants_higher_precision,
+            influence=variant.origin.influence if with_prefix else NO_INFLUENCE,
         )
 
     def miss_reason(self, key: VariantKey) -> Miss:

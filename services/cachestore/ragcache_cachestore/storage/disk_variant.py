@@ -8,6 +8,7 @@ from typing import Any
 
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.identity.variant import (
+    Influence,
     Origin,
     Precision,
     Provenance,
@@ -17,18 +18,18 @@ from ragcache_core.identity.variant import (
 )
 from ragcache_core.storage.extents import Extent
 
-VERSION = 3
+VERSION = 4
 """Version of the data layout, and first byte of the metadata.
 
 A store does not start on a folder with another version (``data_dir``).
 """
 
-_HEAD = struct.Struct("<BBQQIIQIddIHI")
+_HEAD = struct.Struct("<BBQQIIQIddIHII")
 _SHAPE = struct.Struct("<III")
 _PAIR = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<H")
 
-_EXACT, _SHAPED, _PARENTED = 1, 2, 4
+_EXACT, _SHAPED, _PARENTED, _RIGHTS, _WRITTEN = 1, 2, 4, 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,13 @@ class DiskVariant:
 
     def to_bytes(self) -> bytes:
         """Encode: fixed fields, lists, then texts with their lengths."""
+        influence = self.origin.influence
         flags = (
             _EXACT * self.info.provenance.exact
             | _SHAPED * (self.shape is not None)
             | _PARENTED * (self.origin.parent is not None)
+            | _RIGHTS * bool(influence.rights)
+            | _WRITTEN * bool(influence.writer)
         )
         out = [
             _HEAD.pack(
@@ -74,11 +78,12 @@ class DiskVariant:
                 len(self.extents),
                 len(self.parts),
                 len(self.origin.prefix_chunks),
+                influence.num_head,
             )
         ]
         out += [_PAIR.pack(extent.offset, extent.num_bytes) for extent in self.extents]
         out += [_PAIR.pack(part.num_bytes, part.checksum) for part in self.parts]
-        out += self.origin.prefix_chunks
+        out += (*self.origin.prefix_chunks, influence.rights, influence.writer)
         if self.origin.parent is not None:
             out.append(self.origin.parent.to_bytes())
         if self.shape is not None:
@@ -115,12 +120,16 @@ class DiskVariant:
             num_extents,
             num_parts,
             num_chunks,
+            num_head,
         ) = reader.unpack(_HEAD)
         if version != VERSION:
             raise ValueError(f"the metadata has version {version}, not {VERSION}")
         extents = tuple(Extent(*reader.unpack(_PAIR)) for _ in range(num_extents))
         parts = tuple(ValuePart(*reader.unpack(_PAIR)) for _ in range(num_parts))
         prefix_chunks = tuple(reader.take(KEY_BYTES) for _ in range(num_chunks))
+        rights = reader.take(KEY_BYTES) if flags & _RIGHTS else b""
+        writer = reader.take(KEY_BYTES) if flags & _WRITTEN else b""
+        influence = Influence(rights, writer, num_head)
         parent = VariantKey.from_bytes(reader.take(2 * KEY_BYTES)) if flags & _PARENTED else None
         dimensions = reader.unpack(_SHAPE) if flags & _SHAPED else None
         precision = Precision.parse(reader.text())
@@ -140,7 +149,7 @@ class DiskVariant:
             ),
             shape,
             parts,
-            Origin(prefix_chunks, parent, domain, document, cost_s, token_s),
+            Origin(prefix_chunks, parent, domain, document, cost_s, token_s, influence),
             value_format,
             delete_sequence,
             put_order,

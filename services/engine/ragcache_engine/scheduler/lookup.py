@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from ragcache_core.access.reader import may_use
 from ragcache_core.blend.observation import ChunkObservation, observation_key
 from ragcache_core.blend.variant_selection import (
     ALPHA,
@@ -183,7 +184,7 @@ class LookupExecutor:
         ]
         answer = self._client.lookup(wants, timeout_s=timeout_s, domain=plan.domain)
         left_s = deadline - time.monotonic()
-        candidates = find_candidates(self._client, segments, answer, plan.domain, left_s)
+        candidates = find_candidates(self._client, segments, answer, plan, left_s)
         num_exact = LookupResult(segments, answer).num_exact
         alpha = ALPHA if plan.alpha is None else plan.alpha
         chosen = select_variants(segments, num_exact, candidates, plan.recompute_share, alpha)
@@ -209,25 +210,43 @@ def find_candidates(
     client: ShardedStore,
     segments: Sequence[NamedSegment],
     answer: ShardedLookup,
-    domain: str,
+    plan: ReusePlan,
     timeout_s: float,
 ) -> Mapping[int, Sequence[VariantCandidate]]:
     """Return the candidates of each segment that may blend, by the segment's index.
+
+    Left out is what depends on documents that the plan's reader may not read, or on a text of
+    another key.
 
     Args:
         client: The store, which this function asks for observations.
         segments: The prompt's segments.
         answer: The store's answer to a lookup of ``segments``.
-        domain: Access domain of the plan.
+        plan: Of the prompt.
         timeout_s: Bounds the request. A candidate whose observation does not arrive has none.
     """
+    present = {named.segment.chunk for named in segments}
+
+    def usable(found: Sequence[StoredVariant]) -> list[StoredVariant]:
+        return [
+            one
+            for one in found
+            if may_use(
+                plan.reader,
+                present,
+                one.influence,
+                one.prefix_chunks,
+                is_exact=one.info.provenance.exact,
+            )
+        ]
+
     stored = {
-        index: most_promising(found.stored, segments, index, MAX_CANDIDATES)
+        index: most_promising(usable(found.stored), segments, index, MAX_CANDIDATES)
         for index, (named, found) in enumerate(zip(segments, answer.variants, strict=True))
         if named.segment.action is Action.BLEND and found.stored
     }
     all_stored = [entry for entries in stored.values() for entry in entries]
-    observations = _observations(client, all_stored, domain, timeout_s)
+    observations = _observations(client, all_stored, plan.domain, timeout_s)
     return {
         index: [VariantCandidate(e.key, e.info, observations.get(e.key)) for e in entries]
         for index, entries in stored.items()

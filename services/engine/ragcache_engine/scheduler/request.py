@@ -218,6 +218,14 @@ class RequestState:
         """Tell whether a segment's KV is not exact, or was computed after KV that is not."""
         return self.approximate_after is not None and named.segment.end > self.approximate_after
 
+    def blend_may_have_writer(self) -> bool:
+        """Tell whether a variant of the blend may depend on a text that a key has written."""
+        if self.blend is None:
+            return True
+        used = [source.variant for source in self.blend.sources if source.variant is not None]
+        stored = self.stored or {}
+        return any(key not in stored or stored[key].influence.writer for key in used)
+
     def segments_to_save(self, computed: int) -> list[int]:
         """Return the indexes of the segments that end within the first ``computed`` tokens.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from ragcache_core.identity.keys import KVSpace, VariantKey
-from ragcache_core.identity.variant import Origin, Provenance, VariantInfo
+from ragcache_core.identity.variant import Influence, Origin, Provenance, VariantInfo
 from ragcache_core.plan.reuse_plan import Action, Handoff
 from ragcache_core.plan.segments import NamedSegment
 from ragcache_engine.protocol.messages import ObserveJob, SaveJob, VariantSpan
@@ -96,7 +96,17 @@ def _origin(
         domain=request.plan.domain,
         document=named.segment.document,
         token_s=request.token_s,
+        influence=_influence(request, named),
     )
+
+
+def _influence(request: RequestState, named: NamedSegment) -> Influence:
+    plan = request.plan
+    has_writer = plan.own_head or (
+        request.is_approximate(named) and request.blend_may_have_writer()
+    )
+    writer = plan.reader.key if has_writer else b""
+    return Influence(plan.reader.rights, writer, plan.num_head)
 
 
 def observe_job(

@@ -17,14 +17,14 @@ from typing import Any, Final, NoReturn
 import grpc
 
 from ragcache_core.cost.load_or_compute import PredictedTime, ReuseCosts
-from ragcache_core.errors import NotFound, RagCacheError, Unauthenticated, Unavailable
+from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_engine.protocol.messages import LoadOutcome
 from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_wire.channel import SERVER_OPTIONS
-from ragcache_wire.clients.feed_client import ENGINE_FEED
 from ragcache_wire.feeds.engine_load import to_load_message
-from ragcache_wire.feeds.feed_access import FeedGuard
 from ragcache_wire.feeds.feed_cursor import HEARTBEAT_S, FeedCursor
+from ragcache_wire.peers.peer_access import PeerGuard
+from ragcache_wire.peers.peer_interceptors import BlockingPeerInterceptor
 from ragcache_wire.status import to_status, trailing_metadata
 from ragcache_wire.v1 import engine_pb2 as pb
 from ragcache_wire.v1 import engine_pb2_grpc
@@ -178,13 +178,10 @@ class RequestRecords:
 
 
 class _EngineServicer(engine_pb2_grpc.EngineServicer):
-    def __init__(
-        self, records: RequestRecords, costs: ReuseCosts, feed: EngineFeed, guard: FeedGuard
-    ) -> None:
+    def __init__(self, records: RequestRecords, costs: ReuseCosts, feed: EngineFeed) -> None:
         self._records = records
         self._costs = costs
         self._feed = feed
-        self._guard = guard
         self._free_watches = threading.BoundedSemaphore(MAX_WATCHERS)
 
     def GetRequestRecord(  # noqa: N802  name given by the protocol
@@ -230,10 +227,6 @@ class _EngineServicer(engine_pb2_grpc.EngineServicer):
     def Watch(  # noqa: N802  name given by the protocol
         self, request: feed_pb.WatchRequest, context: Any
     ) -> Iterator[feed_pb.NodeChanges]:
-        try:
-            self._guard.check(context.invocation_metadata())
-        except Unauthenticated as error:
-            _abort(context, error)
         if not self._free_watches.acquire(blocking=False):
             _abort(context, Unavailable("engine", f"it has {MAX_WATCHERS} watchers, the most"))
         try:
@@ -286,16 +279,16 @@ def serve_records(
         costs: Predictions of loads and computations.
         listen: Address to bind.
         feed: What the engine's caches have. None: nothing is told of them.
-        keys: Keys of the gateways that may read the feed.
+        keys: The platform's signing keys. Without them, only a server on loopback has callers.
 
     Raises:
         RuntimeError: The address is in use.
     """
     # A watch occupies a thread, which waits most of the time.
     threads = futures.ThreadPoolExecutor(RECORD_THREADS + MAX_WATCHERS, "records")
-    server = grpc.server(threads, options=SERVER_OPTIONS)
-    guard = FeedGuard(keys, listen, ENGINE_FEED)
-    servicer = _EngineServicer(records, costs, feed or EngineFeed(), guard)
+    admission = BlockingPeerInterceptor(PeerGuard(keys, listen))
+    server = grpc.server(threads, interceptors=[admission], options=SERVER_OPTIONS)
+    servicer = _EngineServicer(records, costs, feed or EngineFeed())
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
     server.add_insecure_port(listen)
     server.start()

@@ -3,33 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
 from ragcache_core.access.caller import Caller
-from ragcache_core.access.key_file import KeyTable, builtin_table, parse_key_file
+from ragcache_core.access.key_file import (
+    KeyTable,
+    builtin_table,
+    collection_caller,
+    parse_key_file,
+    replacing,
+)
 from ragcache_core.errors import InvalidInput
+from ragcache_core.scheduling.fair_share import Shares
 from ragcache_wire.rest_fields.filters import read_filter
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.watched.watched_file import WatchedFile
 
 _VARIABLE: Final = "RAGCACHE_API_KEYS_FILE"
+SYNC: Final = "sync"
+"""Name of the public key that verifies the keys of collections."""
+
+IsSigned = Callable[[bytes, bytes], bool]
+"""Whether the operator has signed a message: the message, and its signature."""
 
 
 class ApiKeys:
     """Callers by their key: those of the file, and the platform's own components.
 
     The constructor raises InvalidInput if it cannot read the file. If a later read fails, the keys
-    stay as they were, and the log has a warning.
+    stay as they were, the log has a warning, and ``is_stale`` is true.
 
     Args:
         path: Path of the file (``access.key_file``).
         builtin: Keys of the platform's own components.
+        is_signed: Whether the operator has signed some bytes; None: it signs no keys.
     """
 
     def __init__(
-        self, path: Path, builtin: KeyTable, clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        builtin: KeyTable,
+        is_signed: IsSigned | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         try:
             table = _parse(path.read_bytes())
@@ -37,22 +57,36 @@ class ApiKeys:
             raise InvalidInput(
                 _VARIABLE, f"names a file that cannot be read: {error}", "name a file of keys"
             ) from error
+        self._last = table
         self._file = WatchedFile(
-            path, _parse, table, name="api keys", describe=_describe, clock=clock
+            path, self._parse_again, table, name="api keys", describe=_describe, clock=clock
         )
         self._builtin = builtin
-        self._weights = (table, table.weights)
+        self._is_signed = is_signed
+        self._shares = (table, _shares_of(table))
 
     def find(self, key: str) -> Caller | None:
         """Return the caller of a key, or None for an unknown key."""
-        return self._file.current().find(key) or self._builtin.find(key)
+        found = self._file.current().find(key) or self._builtin.find(key)
+        if found is None and self._is_signed is not None:
+            return collection_caller(key, self._is_signed)
+        return found
 
-    def weights(self) -> Mapping[str | None, float]:
-        """Return the weights of the tenants that have a key now; None: callers without one."""
+    def shares(self) -> Shares[str | None]:
+        """Return the shares of the tenants that have a key now; None: callers without one."""
         table = self._file.current()
-        if table is not self._weights[0]:
-            self._weights = (table, table.weights)
-        return self._weights[1]
+        if table is not self._shares[0]:
+            self._shares = (table, _shares_of(table))
+        return self._shares[1]
+
+    def is_stale(self) -> bool:
+        """Whether the file is missing or wrong now, so that the keys before it stay in use."""
+        self._file.current()
+        return self._file.is_stale
+
+    def _parse_again(self, content: bytes) -> KeyTable:
+        self._last = replacing(_parse(content), self._last)
+        return self._last
 
     def tenants(self) -> frozenset[str]:
         """Return every tenant that has a key now."""
@@ -67,12 +101,51 @@ def api_keys(settings: GatewaySettings) -> ApiKeys | None:
     """
     if settings.api_keys_file is None:
         return None
-    return ApiKeys(settings.api_keys_file, builtin_table(dict(settings.builtin_keys)))
+    builtin = dict(settings.builtin_keys)
+    public_key = builtin.pop(SYNC, None)
+    is_signed = None if public_key is None else signature_check(public_key)
+    return ApiKeys(settings.api_keys_file, builtin_table(builtin), is_signed)
 
 
-def tenant_weights(keys: ApiKeys | None) -> Callable[[], Mapping[str | None, float]]:
-    """Return what returns the weights of the tenants that may ask; None: requests need no key."""
-    return dict[str | None, float] if keys is None else keys.weights
+def signature_check(text: str) -> IsSigned:
+    """Return the check of the operator's signatures.
+
+    Args:
+        text: Its public key, as ``ed25519:HEX``.
+
+    Raises:
+        InvalidInput: The text is no such key.
+    """
+    kind, _, digits = text.partition(":")
+    try:
+        public_key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(digits))
+    except ValueError:
+        kind = ""
+    if kind != "ed25519":
+        fix = "use ed25519: and 64 hexadecimal digits"
+        raise InvalidInput("builtin keys", f"has no public key for {SYNC!r}", fix)
+
+    def is_signed(message: bytes, signature: bytes) -> bool:
+        try:
+            public_key.verify(signature, message)
+        except InvalidSignature:
+            return False
+        return True
+
+    return is_signed
+
+
+def tenant_shares(keys: ApiKeys | None) -> Callable[[], Shares[str | None]]:
+    """Return what returns the shares of the tenants that may ask; None: requests need no key."""
+    return Shares if keys is None else keys.shares
+
+
+def _shares_of(table: KeyTable) -> Shares[str | None]:
+    rules = table.rules
+    return Shares(
+        {tenant: one.weight for tenant, one in rules.items()},
+        {tenant: one.reserved_share for tenant, one in rules.items() if one.reserved_share},
+    )
 
 
 def _parse(content: bytes) -> KeyTable:

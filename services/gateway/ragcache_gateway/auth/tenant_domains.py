@@ -2,9 +2,9 @@
 
 A document belongs to no tenant, but the KV of its chunks is stored once for each tenant that asked
 about it. So a delete goes to the domain of every tenant. When the last key of a tenant disappears,
-no caller can use its KV, and all of it is deleted: its domain, and the domain in which engines
-store its prompts without a plan. Until every shard has acknowledged both, its domain still gets the
-deletes of documents.
+no caller can use its KV. After a time of grace, in which a key may come back, all of it is deleted:
+its domain, and the domain in which engines store its prompts without a plan. Until every shard has
+acknowledged both, its domain still gets the deletes of documents.
 
 The retriever stores the names of the tenants, so that a gateway that starts finds those whose keys
 disappeared while no gateway ran, and those whose deletes another gateway did not complete.
@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -41,13 +43,24 @@ class TenantDomains(BackgroundTasks):
     Args:
         keys: None: requests need no key, so there are no tenants.
         retriever: Stores the tenants.
+        grace_s: From the last key of a tenant to the deletion of its KV.
+        clock: Monotonic time in seconds.
     """
 
-    def __init__(self, keys: ApiKeys | None, retriever: RetrieverClient) -> None:
+    def __init__(
+        self,
+        keys: ApiKeys | None,
+        retriever: RetrieverClient,
+        grace_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__()
         self._keys = keys
         self._retriever = retriever
+        self._grace_s = grace_s
+        self._clock = clock
         self._tenants: frozenset[str] = frozenset()
+        self._keyless: dict[str, float] = {}  # since when, by tenant, within its grace
         self._leaving: dict[str, bytes] = {}  # the id of the delete, by tenant
         self._deleted: set[str] = set()  # tenants that may still be stored
         self._stored: frozenset[str] | None = None  # None: not read yet
@@ -55,7 +68,7 @@ class TenantDomains(BackgroundTasks):
     def current(self) -> tuple[str, ...]:
         """Return every domain that may hold KV, the public one first."""
         self._update()
-        own = map(tenant_domain, (*sorted(self._tenants), *self._leaving))
+        own = map(tenant_domain, (*sorted(self._tenants), *self._keyless, *self._leaving))
         return tuple(dict.fromkeys((PUBLIC_DOMAIN, *own)))
 
     def start(self, deletes: DeleteSender) -> None:
@@ -66,13 +79,25 @@ class TenantDomains(BackgroundTasks):
 
     def _update(self) -> None:
         tenants = frozenset() if self._keys is None else self._keys.tenants()
-        self._leave(self._tenants - tenants)
+        self._begin_grace(self._tenants - tenants)
         self._tenants = tenants
+        now_s = self._clock()
+        for tenant, since_s in list(self._keyless.items()):
+            if tenant in tenants:
+                log.info("tenant domains: a key is back tenant=%s", tenant)
+            elif now_s - since_s >= self._grace_s:
+                log.info("tenant domains: deleting tenant=%s", tenant)
+                self._leaving[tenant] = secrets.token_bytes(ID_BYTES)
+            else:
+                continue
+            del self._keyless[tenant]
 
-    def _leave(self, tenants: frozenset[str]) -> None:
-        for tenant in tenants - self._leaving.keys():
-            log.info("tenant domains: no key is left tenant=%s", tenant)
-            self._leaving[tenant] = secrets.token_bytes(ID_BYTES)
+    def _begin_grace(self, tenants: frozenset[str]) -> None:
+        for tenant in tenants - self._leaving.keys() - self._keyless.keys():
+            log.warning(
+                "tenant domains: no key is left tenant=%s deletion_in_s=%g", tenant, self._grace_s
+            )
+            self._keyless[tenant] = self._clock()
 
     async def _delete_left(self, deletes: DeleteSender) -> None:
         """Delete the domains of tenants without keys, and store the tenants. Raises Unavailable."""
@@ -88,9 +113,9 @@ class TenantDomains(BackgroundTasks):
         """Take over stored tenants at the first call, and store the tenants if they change."""
         if self._stored is None:
             stored = await self._read()
-            self._leave(stored - self._tenants)
+            self._begin_grace(stored - self._tenants)
             self._stored = stored
-        kept = self._tenants | self._leaving.keys()
+        kept = self._tenants | self._keyless.keys() | self._leaving.keys()
         if kept <= self._stored and not (self._deleted - kept) & self._stored:
             return
         # Another gateway may have stored some meanwhile.

@@ -64,6 +64,7 @@ class CaptureJob:
             prompt.token_ids[:end],
             prompt.head if prompt.head <= end else 0,
             tuple(chunk_end for chunk_end in prompt.chunk_ends if chunk_end <= end),
+            own_head=False,
         )
 
     def plan(self, beginning: Prompt, model: ServedModel) -> ReusePlan:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
+from ragcache_core.access.json_bounds import check_json
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.chat.schema import ChatMessage, ChatRequest, check_values
 from ragcache_gateway.prompts.conversation import Conversation, Turn
@@ -85,9 +86,10 @@ def _tool_call(call: dict[str, Any], path: str) -> dict[str, Any]:
         raise InvalidInput(path, "is missing", "send name and arguments of the call")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
+        check_json(arguments.encode(), f"{path}.arguments")
         try:
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+        except ValueError:
             # A model may have written it, and the history has to stay usable. vLLM does the same.
             arguments = {}
     if not isinstance(arguments, dict):

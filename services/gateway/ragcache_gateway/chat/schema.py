@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
+from ragcache_core.access.json_bounds import MAX_VALUES
 from ragcache_core.errors import InvalidInput
 from ragcache_core.quality.report import Verdict
 from ragcache_gateway.chat.content import MessageText, media_warnings, read_content
@@ -21,6 +22,8 @@ from ragcache_wire.rest_fields.fields import INTEGRAL, PositiveCount, Text
 RefusedFields = Mapping[str, tuple[tuple[object, ...], str]]
 """Fields that no engine acts on although clients expect it: the values that have no effect, and
 what to do instead."""
+
+_Location = tuple[int | str, ...]
 
 MAX_DEPTH = 64
 """Deepest nesting of values in a request. JSON schemas of tools need less."""
@@ -57,45 +60,49 @@ def check_values(fields: Mapping[str, Any]) -> None:
     Raises:
         InvalidInput: It names the path of the value.
     """
-    for path, value in _values(fields):
-        _check_value(path, value)
+    # A path is built for an error only: a request has thousands of values.
+    stack: list[tuple[_Location, Mapping[str, Any] | list[Any]]] = [((), fields)]
+    while stack:
+        location, container = stack.pop()
+        if len(location) > MAX_DEPTH:
+            problem = f"is nested over {MAX_DEPTH} levels deep"
+            raise InvalidInput(_path(location), problem, "send less")
+        items: Iterable[tuple[int | str, Any]] = (
+            enumerate(container) if isinstance(container, list) else container.items()
+        )
+        for key, value in items:
+            if fault := _fault(key):
+                raise InvalidInput(_path(location), *fault)
+            if isinstance(value, dict | list):
+                stack.append(((*location, key), value))
+            elif fault := _fault(value):
+                raise InvalidInput(_path((*location, key)), *fault)
 
 
-def _check_value(path: str, value: object) -> None:
+def _path(location: _Location) -> str:
+    first, *rest = location or ("body",)
+    inner = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in rest)
+    return "".join((str(first), *inner))
+
+
+def _fault(value: object) -> tuple[str, str] | None:
+    """Return what is wrong with a value or a name, and the fix."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidInput(path, "is not a finite number", "send a number")
+        return "is not a finite number", "send a number"
     if isinstance(value, str):
         # The prompt builder marks the position of the chunks with NUL.
         if "\0" in value:
-            raise InvalidInput(path, "holds a NUL character", _SEND_TEXT)
+            return "holds a NUL character", _SEND_TEXT
         if not value.isascii():
             try:
                 value.encode()
             except UnicodeEncodeError:
-                raise InvalidInput(
-                    path, "holds half of a surrogate pair", "send whole characters"
-                ) from None
+                return "holds half of a surrogate pair", "send whole characters"
+    return None
 
 
-def _values(body: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """Yield every value with its path, and every name as a value. Raises InvalidInput."""
-    stack: list[tuple[str, int, object]] = [(name, 1, value) for name, value in body.items()]
-    while stack:
-        path, depth, value = stack.pop()
-        if depth > MAX_DEPTH:
-            raise InvalidInput(path, f"is nested over {MAX_DEPTH} levels deep", "send less")
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                yield path, name
-                stack.append((f"{path}.{name}", depth + 1, inner))
-        elif isinstance(value, list):
-            stack += [(f"{path}[{i}]", depth + 1, inner) for i, inner in enumerate(value)]
-        else:
-            yield path, value
-
-
-MAX_MESSAGES = 16_384
-MAX_PARTS = 16_384
+MAX_MESSAGES = MAX_VALUES
+MAX_PARTS = MAX_VALUES
 MAX_SEARCHES = 8
 MAX_DEADLINE_MS = 3_600_000
 

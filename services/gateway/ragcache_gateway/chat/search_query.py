@@ -132,6 +132,7 @@ class QueryWriter:
             documents,
             asked_at_ms,
         )
+        plan = replace(plan, reader=self.caller.reader)
         body = completion_body(
             model,
             prompt.prompt.token_ids,

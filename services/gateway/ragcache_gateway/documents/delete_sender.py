@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -106,6 +106,18 @@ class _Attempt:
         return {address: removed for address, removed in done.items() if removed is not None}
 
 
+def removed_variants(acknowledged: Sequence[Mapping[str, int]]) -> int | None:
+    """Return how many variants deletes have removed; None if one has no acknowledgement yet.
+
+    Args:
+        acknowledged: Of each delete, by the shard's address.
+    """
+    if not all(acknowledged):
+        log.warning("deletes: no shard has acknowledged yet deletes=%d", len(acknowledged))
+        return None
+    return sum(sum(removed.values()) for removed in acknowledged)
+
+
 class DeleteSender(BackgroundTasks):
     """Sends deletes, and tells the outbox which of them the shards have acknowledged.
 
@@ -154,16 +166,24 @@ class DeleteSender(BackgroundTasks):
         Returns:
             How many variants the shards have removed; None if a delete has no acknowledgement yet.
         """
+        return removed_variants(await self.deliver(deletes))
+
+    async def deliver(self, deletes: Iterable[pb.OutboxDelete]) -> list[dict[str, int]]:
+        """Send deletes as ``send`` does.
+
+        Returns:
+            For each delete how many variants a shard has removed, by the address of each shard
+            that has acknowledged.
+        """
         attempts = [self._begin(delete) for delete in deletes]
-        if not attempts:
-            return 0
-        self._spawn(self._finish(attempts), "deletes")
-        await asyncio.gather(*map(self._wait_for_answers, attempts))
-        acknowledged = [attempt.acknowledged for attempt in attempts]
-        if not all(acknowledged):
-            log.warning("deletes: no shard has acknowledged yet deletes=%d", len(attempts))
-            return None
-        return sum(sum(removed.values()) for removed in acknowledged)
+        if attempts:
+            self._spawn(self._finish(attempts), "deletes")
+            await asyncio.gather(*map(self._wait_for_answers, attempts))
+        return [attempt.acknowledged for attempt in attempts]
+
+    def shards(self) -> tuple[str, ...]:
+        """Return the addresses of the shards that deletes are sent to."""
+        return self._store.addresses()
 
     async def _run(self) -> None:
         while True:
@@ -216,7 +236,7 @@ class DeleteSender(BackgroundTasks):
             delete.id,
             {
                 address: self._spawn(
-                    self._call(address, partial(self._deletions, delete)), "deletes"
+                    self._call(address, partial(self.deletions, delete)), "deletes"
                 )
                 for address in self._store.addresses()
             },
@@ -250,7 +270,8 @@ class DeleteSender(BackgroundTasks):
             self._metrics.deletes_lost.inc()
             return 0
 
-    def _deletions(self, delete: pb.OutboxDelete) -> list[Deletion]:
+    def deletions(self, delete: pb.OutboxDelete) -> list[Deletion]:
+        """Return what is deleted on each shard, in every domain and space."""
         return [
             self._deletion(delete, domain, number)
             for domain in self._domains()

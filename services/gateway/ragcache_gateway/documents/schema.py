@@ -153,18 +153,6 @@ class DocumentWritten(DocumentInfo):
     warnings: list[str] = Field(description=WARNINGS_HELP)
 
 
-class DocumentDeleted(BaseModel):
-    """A document after its deletion."""
-
-    object: Literal["document.deleted"] = "document.deleted"
-    collection: str
-    id: str
-    deleted: Literal[True] = True
-    removed_variants: int | None = Field(
-        description="Variants deleted with its chunks; null: later, the cache store is away."
-    )
-
-
 class DocumentList(BaseModel):
     """One page of documents, by id."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ragcache_core.errors import RagCacheError
 from ragcache_core.plan.reuse_plan import document_name
-from ragcache_gateway.documents.delete_sender import DeleteSender
+from ragcache_gateway.documents.delete_sender import DeleteSender, removed_variants
 from ragcache_gateway.documents.removal_feed import RemovalFeed
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -38,6 +38,21 @@ class WrittenDocument:
     def document_name(self) -> str:
         """Name of the document in reuse plans."""
         return document_name(self.collection, self.document_id)
+
+
+@dataclass(frozen=True, slots=True)
+class DeletedDocument:
+    """A document that the retriever has deleted, and what the shards have removed.
+
+    Args:
+        deletes: Deletes of the outbox.
+        removed: Stored variants that were removed; None: they are removed later.
+        shards: The same of each shard, in the order of their addresses.
+    """
+
+    deletes: tuple[pb.OutboxDelete, ...]
+    removed: int | None
+    shards: tuple[int | None, ...]
 
 
 WriteSubscriber = Callable[[WrittenDocument], None]
@@ -77,15 +92,15 @@ class DocumentWriter:
         )
         return reply, removed
 
-    async def delete(self, collection: str, document_id: str) -> int | None:
-        """Delete a document. A repetition completes what is pending of the first call.
-
-        Returns:
-            How many stored variants the change removed; None if they are removed later.
-        """
+    async def delete(self, collection: str, document_id: str) -> DeletedDocument:
+        """Delete a document. A repetition completes what is pending of the first call."""
         reply = await self._retriever.delete_document(collection, document_id)
-        _, removed = await asyncio.gather(self._catch_up(), self._deletes.send(reply.deletes))
-        return removed
+        _, removed = await asyncio.gather(self._catch_up(), self._deletes.deliver(reply.deletes))
+        shards = [
+            removed_variants([{one: done[one]} if one in done else {} for done in removed])
+            for one in sorted(self._deletes.shards())
+        ]
+        return DeletedDocument(tuple(reply.deletes), removed_variants(removed), tuple(shards))
 
     async def delete_collection(self, name: str) -> tuple[int, int | None]:
         """Delete a collection with all its documents.

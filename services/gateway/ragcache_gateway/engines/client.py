@@ -56,6 +56,7 @@ from ragcache_gateway.engines.liveness import Liveness
 from ragcache_gateway.engines.openai_api import AnswerReader, openai_body, takes_token_ids
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.clients.engine_client import EngineClient
+from ragcache_wire.peers.peer_access import PeerTokens
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
 from ragcache_wire.telemetry import semantic_conventions as names
@@ -205,7 +206,10 @@ class Engine:
         self._tracer = tracer
         self._in_flight_gauge = metrics.engine_in_flight.labels(address)
         self._failures = metrics.engine_failures.labels(address)
-        self._records = EngineClient(self.records) if self.records is not None else None
+        # An engine of others gets no token.
+        keys = None if records is None else settings.signing_key_file
+        self._tokens = PeerTokens(keys)
+        self._records = EngineClient(self.records, keys) if self.records is not None else None
         self._connections = EngineConnections(
             address,
             ConnectionTimes(settings.engine_connect_timeout_s, _WRITE_TIMEOUT_S, _KEEPALIVE_S),
@@ -338,6 +342,8 @@ class Engine:
         error = error_from_response(status, content)
         if status not in _KEY_REFUSED:
             return error
+        if self.records is not None:
+            return Unavailable(ENGINE, f"it refuses the gateway's token: {describe_error(error)}")
         fix = "set engines[].keySecret" if self._key is None else "correct engines[].keySecret"
         return Unavailable(
             ENGINE, f"it refuses the gateway's API key, {fix}: {describe_error(error)}"
@@ -468,22 +474,23 @@ class Engine:
         self._api = found
         return found
 
-    def _headers(self) -> dict[str, str]:
-        """Return the headers of every request. Raises Unavailable if there is no key yet."""
+    def _headers(self, path: str) -> dict[str, str]:
+        """Return the headers of a request. Raises Unavailable if there is no key yet."""
+        headers = {**_JSON, **dict(self._tokens.metadata(path))}
         if self._key is None:
-            return dict(_JSON)
+            return headers
         key = self._key.current()
         if not key:
             problem = f"its API key is missing in {self._key.path}, set engines[].keySecret"
             raise Unavailable(ENGINE, problem)
-        return {**_JSON, "authorization": f"Bearer {key}"}
+        return {**headers, "authorization": f"Bearer {key}"}
 
     async def _post(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> EngineResponse:
-        headers = {**headers, **self._headers()}
         for is_last_attempt in (False, True):
             try:
                 path, content = await self._encode(body)
-                return await self._connections.request("POST", path, body=content, headers=headers)
+                sent = {**headers, **self._headers(path)}
+                return await self._connections.request("POST", path, body=content, headers=sent)
             except AllConnectionsUsed as error:
                 raise RequestNotSent(ENGINE, describe_error(error)) from error
             except ConnectFailed as error:
@@ -499,7 +506,7 @@ class Engine:
 
         Raises ConnectionProblem, or Unavailable without a key.
         """
-        headers = self._headers()
+        headers = self._headers(path)
         response = await self._connections.request(method, path, body=body, headers=headers)
         try:
             return response.status, await response.read_all(MAX_ERROR_BYTES)

@@ -380,13 +380,22 @@ class RecentAnswers:
             return None
         return answered
 
-    def parts_of(self, keys: Collection[ChunkKey]) -> dict[ChunkKey, PromptPart]:
-        """Return a part of a kept prompt for each key in the knowledge tree that one has."""
+    def parts_of(
+        self, keys: Collection[ChunkKey], tenant: str | None = None, *, of_any_tenant: bool = False
+    ) -> dict[ChunkKey, PromptPart]:
+        """Return a part of a kept prompt for each key in the knowledge tree that one has.
+
+        Args:
+            tenant: Whose prompts count, as in ``find``.
+            of_any_tenant: Whether prompts of any tenant count.
+        """
         wanted = set(keys)
         found: dict[ChunkKey, PromptPart] = {}
         for answered in reversed(self._answers.values()):
             if not wanted:
                 break
+            if answered.tenant != tenant and not of_any_tenant:
+                continue
             for part in answered.parts:
                 if (key := part.key) is not None and key in wanted:
                     wanted.discard(key)

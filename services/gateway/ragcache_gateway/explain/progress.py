@@ -20,6 +20,7 @@ from ragcache_gateway.explain.schema import (
     PlannedAction,
     PlannedTimes,
 )
+from ragcache_gateway.shown_address import ShownText
 
 MAX_EVENTS: Final = 256
 """Most events of one answer, so that a client that reads nothing has little in memory. Searches
@@ -77,7 +78,7 @@ class PromptPlanned(_StageEvent):
     """The search has ended, and the plan of the prompt is made."""
 
     stage: Literal["plan"] = "plan"
-    engine: str = Field(description="Address of the engine. Empty: none was known.")
+    engine: ShownText = Field(description="Address of the engine. Empty: none was known.")
     prompt_tokens: int
     parts: list[PlannedPart] = Field(description="In the order of the prompt; the question is not.")
     predicted_ms: PlannedTimes | None = Field(
@@ -89,7 +90,7 @@ class EngineAccepted(_StageEvent):
     """An engine has accepted the request. After a failure, another one accepts it."""
 
     stage: Literal["engine"] = "engine"
-    engine: str = Field(description="Address of the engine.")
+    engine: ShownText = Field(description="Address of the engine.")
 
 
 class FirstTokenArrived(_StageEvent):

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from ragcache_gateway.documents.search_schema import PAGE_END_HELP, PAGE_HELP
+from ragcache_gateway.shown_address import ShownText
 
 Outcome = Literal["cached", "loaded", "blended", "computed", "unknown"]
 PlannedAction = Literal["cached", "load", "blend", "compute"]
@@ -62,7 +63,7 @@ class ExplainedPart(BaseModel):
     planned_tier: str | None = Field(
         default=None, description="Tier that it was to come from. Null: it was to be computed."
     )
-    planned_source: str | None = Field(
+    planned_source: ShownText | None = Field(
         default=None,
         description="What had it: engine:ADDRESS, or store:ADDRESS for a shard of the cache store. "
         "Null: it was to be computed.",
@@ -101,7 +102,7 @@ class PlannedTimes(BaseModel):
 class ExplainedAlternative(BaseModel):
     """The next best plan."""
 
-    engine: str = Field(description="Address of its engine.")
+    engine: ShownText = Field(description="Address of its engine.")
     order: list[int] = Field(description="Rank of the document at each position.")
     kind: Literal["compute", "exact", "blend"] = Field(
         description="compute: what is not in the engine's prefix cache is computed."
@@ -130,8 +131,8 @@ class ExplainedPosition(BaseModel):
 class ExplainedPlan(BaseModel):
     """The order and the engine that the gateway chose, and what it predicted."""
 
-    engine: str = Field(description="Address of the engine. Empty: none was known.")
-    prefill_engine: str = Field(
+    engine: ShownText = Field(description="Address of the engine. Empty: none was known.")
+    prefill_engine: ShownText = Field(
         default="",
         description="Address of the engine that computes the prompt: the same, or one that does it "
         "for the other one.",
@@ -184,7 +185,7 @@ class Explanation(BaseModel):
     id: str = Field(description="Id of the answer.")
     created: int
     model: str
-    engine: str = Field(description="Address of the engine that answered.")
+    engine: ShownText = Field(description="Address of the engine that answered.")
     reuse: Literal["exact", "blend", "off"]
     miss: str = Field(description="Why no more was loaded. Empty: all that was planned.")
     prompt_tokens: int

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
 from pydantic import BaseModel, Field
 
+from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.knowledge.hottest_nodes import HottestNodes, with_ancestors
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_core.knowledge.tree_node import TreeNode
 from ragcache_gateway.explain.explanation import PromptPart, RecentAnswers
+from ragcache_gateway.shown_address import ShownText
 
 MAX_OUTLINED: Final = 500
 DEFAULT_OUTLINED: Final = 200
@@ -29,7 +31,7 @@ _SHOWN_KEY_BYTES: Final = 8
 class OutlinedCopy(BaseModel):
     """One copy of a node's KV."""
 
-    source: str = Field(description="engine:ADDRESS or store:ADDRESS.")
+    source: ShownText = Field(description="engine:ADDRESS or store:ADDRESS.")
     tier: str = Field(description="device or host of an engine, memory or disk of a cache store.")
     exact: bool = Field(description="Whether it equals what an engine would compute.")
 
@@ -41,7 +43,10 @@ class OutlinedNode(BaseModel):
         description="Index of the node before it; null at the start of a prompt."
     )
     depth: int = Field(description="Number of nodes before it in its prompt.")
-    key: str = Field(description="Beginning of its chunk key, to tell nodes without a name apart.")
+    key: str = Field(
+        description="Beginning of its chunk key, to tell nodes without a name apart. Empty without "
+        "the scope admin, if the caller's own answers do not have it."
+    )
     kind: Literal["chunk", "template", "unknown"] = Field(
         description="unknown: none of the latest answers of this gateway has it in its prompt."
     )
@@ -88,18 +93,26 @@ class TreeReader:
         self._hottest: list[TreeNode] = []
         self._ranked_s = -math.inf
 
-    async def read(self, max_nodes: int) -> TreeOutline:
+    async def read(
+        self, max_nodes: int, tenant: str | None = None, *, of_any_tenant: bool = False
+    ) -> TreeOutline:
         """Return the hottest nodes. Other requests get their turn meanwhile.
 
         Args:
             max_nodes: Most nodes, at most MAX_OUTLINED.
+            tenant: Whose answers name nodes; None: those of callers without a tenant.
+            of_any_tenant: Whether answers of any tenant do. Otherwise, other nodes have no key: it
+                would tell whether another tenant has the KV of a known text.
         """
         async with self._lock:
             if self._clock() - self._ranked_s > RANKING_AGE_S:
                 self._hottest = await self._rank()
                 self._ranked_s = self._clock()
         hottest = (node for node in self._hottest if not node.is_removed)
-        return self._outline(with_ancestors(hottest, max_nodes))
+        nodes = with_ancestors(hottest, max_nodes)
+        keys = {node.chunk for node in nodes}
+        parts = self._recent.parts_of(keys, tenant, of_any_tenant=of_any_tenant)
+        return self._outline(nodes, parts, shows_keys=of_any_tenant)
 
     async def _rank(self) -> list[TreeNode]:
         ranking = HottestNodes(self._tree, MAX_OUTLINED)
@@ -109,16 +122,20 @@ class TreeReader:
             await asyncio.sleep(0)
         return ranking.nodes()
 
-    def _outline(self, nodes: list[TreeNode]) -> TreeOutline:
+    def _outline(
+        self, nodes: list[TreeNode], parts: Mapping[ChunkKey, PromptPart], *, shows_keys: bool
+    ) -> TreeOutline:
         now_s = self._clock()
-        parts = self._recent.parts_of({node.chunk for node in nodes})
         indexes = {node: index for index, node in enumerate(nodes)}
         outlined: list[OutlinedNode] = []
         for node in nodes:
             parent = None if node.parent is None else indexes[node.parent]
             depth = 0 if parent is None else outlined[parent].depth + 1
             uses = self._tree.frequency(node, now_s)
-            outlined.append(_outline_node(node, parent, depth, uses, parts.get(node.chunk)))
+            part = parts.get(node.chunk)
+            outlined.append(_outline_node(node, parent, depth, uses, part))
+            if part is None and not shows_keys:
+                outlined[-1].key = ""
             if parent is not None:
                 outlined[parent].children_cut -= 1
         return TreeOutline(total=len(self._tree), nodes=outlined)

@@ -1,8 +1,9 @@
 """Reads the text of documents in other formats, outside the gateway's process.
 
 Parsers of HTML, PDF and office files and guesses of encodings work on what strangers write. They
-run in processes with few rights: a limit of CPU time, memory and output for each document, and the
-gateway's environment and its memory are not there. A document that takes too much is refused.
+run in processes with limits of CPU time, memory and output for each document, and without the
+gateway's environment and memory. Each document is read in a sandbox (``ragcache_wire.sandbox``)
+without network, keys and programs. A document that takes too much is refused.
 """
 
 from __future__ import annotations
@@ -22,17 +23,14 @@ from typing import Any, Final
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_gateway.extraction.extracted import ExtractedText
+from ragcache_wire.sandbox import bare_environment
 
 NUM_PROCESSES: Final = 2
 """One long document does not delay all others."""
 
 _WORKER: Final = "ragcache_gateway.extraction.worker"
-_KEPT_VARIABLES: Final = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG")
 _KILLED: Final = f"status {-signal.SIGKILL}"
 """The system kills with this signal when memory runs out, which another process may have taken."""
-
-_ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-"""Further threads would take address space, which is limited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +161,14 @@ class _WorkerProcess:
         await process.wait()
 
     async def _start(self) -> Process:
-        kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         # A session of its own: signals of the gateway's terminal do not reach it, and its children
         # end with it.
         self._process = process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", _WORKER),
+            # -P: the working folder may have keys, and is no place of packages.
+            *(sys.executable, "-P", "-m", _WORKER),
             stdin=PIPE,
             stdout=PIPE,
-            env=kept | _ONE_THREAD,
+            env=bare_environment(),
             start_new_session=True,
         )
         await _read_line(process)

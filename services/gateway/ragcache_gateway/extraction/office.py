@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import zipfile
 from collections.abc import Callable
+from types import ModuleType
 from typing import Final
 
 from ragcache_core.documents.formats import DocumentFormat
@@ -69,6 +71,9 @@ def read_office(content: bytes, kind: DocumentFormat) -> ExtractedText:
 
 def _read_word(content: bytes) -> tuple[str, list[str]]:
     """Return a Word file as Markdown, and what was not read."""
+    # The package imports a model that guesses types of files, with a runtime that reports its use.
+    # The type is known here, and the import would take most of the time of a document.
+    sys.modules.setdefault("magika", ModuleType("magika"))
     from markitdown import StreamInfo, converters  # noqa: PLC0415  in an optional extra
 
     result = converters.DocxConverter().convert(io.BytesIO(content), StreamInfo(extension=".docx"))

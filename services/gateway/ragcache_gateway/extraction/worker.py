@@ -1,9 +1,10 @@
 """Reads documents in a process of its own, which the gateway starts and ends (``extractor``).
 
-It loads the parsers once. For each document it forks a child with limits of CPU time, memory and
-output. So no document can change how a later one is read, and the end of a child is an answer. The
-child writes its answer into memory that it shares with this process: what it has written when it
-ends early is dropped.
+It loads the parsers once. For each document it forks a child in a sandbox, with limits of CPU time,
+memory and output. So no document can change how a later one is read, and the end of a child is an
+answer. Documents and answers are in memory that both processes share, and never among the objects
+of this process, which later children inherit. What a child has written when it ends early is
+dropped.
 
 A request is a line of JSON and then the document. An answer is a line of JSON with the problem, or
 with the length of the JSON object that follows it.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import mmap
 import os
 import resource
 import signal
@@ -22,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_gateway.extraction.encodings import read_text
@@ -36,7 +38,9 @@ from ragcache_gateway.extraction.office import read_office
 from ragcache_gateway.extraction.pdf import read_pdf
 from ragcache_gateway.extraction.restructured import read_restructured
 from ragcache_gateway.extraction.tables import read_csv
+from ragcache_wire.sandbox import Sandbox
 
+_INPUT, _OUTPUT, _ERRORS = 0, 1, 2
 _DONE: Final = 0
 _REFUSED: Final = 3
 _NO_MEMORY: Final = 4
@@ -63,43 +67,64 @@ def main() -> None:
     os.nice(_NICE)
     # If memory runs out, the system is to end this process and not the gateway.
     Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    _answer(sink, {"ready": True})
-    while line := source.readline():
-        request = json.loads(line)
-        content = source.read(request["num_bytes"])
-        _extract_in_child(request, content, sink)
+    sandbox = Sandbox()
+    _answer({"ready": True})
+    # Unbuffered, so that the document after the line is still to be read.
+    with open(_INPUT, "rb", buffering=0, closefd=False) as source:
+        while line := source.readline():
+            _extract_in_child(json.loads(line), sandbox)
 
 
-def _extract_in_child(request: dict[str, Any], content: bytes, sink: BinaryIO) -> None:
-    shared = os.memfd_create("extracted")
+def _extract_in_child(request: dict[str, Any], sandbox: Sandbox) -> None:
+    document, answer = os.memfd_create("document"), os.memfd_create("answer")
     try:
+        _receive(document, request["num_bytes"])
         child = os.fork()
         if not child:
             # Nothing of the parent may run in the child, not even its exception handlers.
-            os._exit(_run_child(request, content, shared))
+            os._exit(_run_child(request, document, answer, sandbox))
         _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
         if code in (_DONE, _REFUSED):
-            size = os.fstat(shared).st_size
-            _answer(sink, {"num_bytes": size})
-            os.lseek(shared, 0, os.SEEK_SET)
-            with os.fdopen(os.dup(shared), "rb") as written:
-                sink.write(written.read())
-            sink.flush()
+            num_bytes = os.fstat(answer).st_size
+            _answer({"num_bytes": num_bytes})
+            sent = 0
+            while sent < num_bytes:
+                sent += os.sendfile(_OUTPUT, answer, sent, num_bytes - sent)
         else:
-            _answer(sink, {"ended": _CAUSES.get(code, f"status {code}")})
+            _answer({"ended": _CAUSES.get(code, f"status {code}")})
     finally:
-        os.close(shared)
+        os.close(document)
+        os.close(answer)
 
 
-def _run_child(request: dict[str, Any], content: bytes, shared: int) -> int:
+def _receive(document: int, num_bytes: int) -> None:
+    """Write bytes of the input into shared memory. Raises EOFError if they end early."""
+    if not num_bytes:
+        return
+    os.ftruncate(document, num_bytes)
+    with mmap.mmap(document, num_bytes) as content, memoryview(content) as view:
+        done = 0
+        while done < num_bytes:
+            with view[done:] as rest:
+                received = os.readv(_INPUT, [rest])
+            if not received:
+                raise EOFError("the input ends within a document")
+            done += received
+
+
+def _run_child(request: dict[str, Any], document: int, answer: int, sandbox: Sandbox) -> int:
     """Write the answer into the shared memory. Return the exit status."""
     try:
+        content = os.pread(document, request["num_bytes"], 0)
+        # The input and the output of the parent would let it read and answer later requests.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), _INPUT)
+        os.dup2(_ERRORS, _OUTPUT)
         _limit(request)
-        answer, code = _read_document(request["format"], content)
-        data = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace")
-        with os.fdopen(shared, "wb") as written:
+        sandbox.enter({_INPUT, _OUTPUT, _ERRORS, answer})
+        found, code = _read_document(request["format"], content)
+        data = json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")
+        with os.fdopen(answer, "wb") as written:
             written.write(data)
     except MemoryError:
         return _NO_MEMORY
@@ -142,9 +167,8 @@ def _lower(limit: int, value: int) -> None:
     resource.setrlimit(limit, (value, value))
 
 
-def _answer(sink: BinaryIO, header: dict[str, Any]) -> None:
-    sink.write(json.dumps(header).encode() + b"\n")
-    sink.flush()
+def _answer(header: dict[str, Any]) -> None:
+    os.write(_OUTPUT, json.dumps(header).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any, Final
 import orjson
 
 from ragcache_core.errors import RagCacheError
+from ragcache_gateway.audit.notes import note_status
 from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.engines.completion_stream import Completion
 from ragcache_gateway.explain.progress import AnyStageEvent, Progress
@@ -144,7 +145,9 @@ def _error_as_event(
     try:
         yield
     except RagCacheError as error:
-        client.write(encode(to_http(error).body))
+        http = to_http(error)
+        note_status(http.status)
+        client.write(encode(http.body))
     except asyncio.CancelledError:
         # If the client has left, the write does nothing.
         client.write(encode(to_http(stopping()).body))
@@ -224,7 +227,9 @@ async def write_staged(
         answer = await answer_question(services, replace(question, progress=progress), stack)
     except RagCacheError as error:
         record_refusal(error, services.metrics)
-        client.write(encode_event(to_http(to_rest_error(error)).body))
+        http = to_http(to_rest_error(error))
+        note_status(http.status)
+        client.write(encode_event(http.body))
         return
     except asyncio.CancelledError:
         client.write(encode_event(to_http(stopping()).body))

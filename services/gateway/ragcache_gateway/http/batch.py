@@ -18,6 +18,7 @@ from starlette.types import Receive
 
 from ragcache_core.access.caller import Caller, NotAllowed
 from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_gateway.audit.notes import note_counts, note_documents
 from ragcache_gateway.documents.incoming import IncomingDocument
 from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.documents.schema import WARNINGS_HELP
@@ -134,6 +135,8 @@ class DocumentBatch:
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
+            done = self._summary
+            note_counts(written=done.written, unchanged=done.unchanged, failed=done.failed)
         yield self._summary
 
     async def _next_event(self, working: asyncio.Task[None]) -> BatchEvent | None:
@@ -270,7 +273,13 @@ class DocumentBatch:
         state: Literal["accepted", "done", "failed"],
         **fields: Any,
     ) -> None:
-        name = item.id if isinstance(item, RefusedDocument) else item.fields.id
+        if isinstance(item, RefusedDocument):
+            collection, name = "", item.id
+        else:
+            collection, name = item.fields.collection, item.fields.id
+        if state != "accepted":
+            use = "unchanged" if fields.get("changed") is False else state
+            note_documents(collection, [name], use)
         event = BatchEvent(index=index, id=name, line=item.line, state=state, **fields)
         await self._events.put(event)
 

@@ -20,7 +20,8 @@ from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge
 from ragcache_core.retrieval.metadata import name_of
 from ragcache_gateway.documents.incoming import IncomingDocument
 from ragcache_gateway.documents.schema import FileFields
-from ragcache_gateway.http.upload import file_document, json_document, json_object
+from ragcache_gateway.http.json_body import json_object
+from ragcache_gateway.http.upload import file_document, json_document
 
 MAX_FIELD_BYTES = 1 << 16
 """Size of a form's field that is not a file."""

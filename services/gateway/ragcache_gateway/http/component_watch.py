@@ -14,6 +14,7 @@ from ragcache_core.planner.request_plan import EngineRole
 from ragcache_gateway.engines.client import Engine
 from ragcache_gateway.engines.pool import EnginePool
 from ragcache_gateway.http.errors import ErrorDetail
+from ragcache_gateway.shown_address import NAME_HELP, ShownText, server_name
 from ragcache_gateway.tasks import BackgroundTasks
 from ragcache_wire.clients.engine_client import HealthClient
 
@@ -22,13 +23,14 @@ class PartReadiness(BaseModel):
     """Whether one part that the gateway depends on is ready."""
 
     ready: bool
-    problem: str | None = None
+    problem: ShownText | None = None
 
 
 class EngineReadiness(PartReadiness):
     """One engine, by the address of its server."""
 
-    address: str
+    address: ShownText
+    name: str = Field(description=NAME_HELP)
     model: str = Field(description="The model that it serves.")
     in_flight: int = Field(description="Requests of this gateway that the engine is answering.")
     role: EngineRole = Field(
@@ -163,6 +165,7 @@ def _engine_readiness(engine: Engine, model: str) -> EngineReadiness:
         ready=engine.failure is None,
         problem=engine.failure,
         address=engine.address,
+        name=server_name(engine.address),
         model=model,
         in_flight=engine.in_flight,
         role=engine.role,

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _BODY: Final = json.dumps(
     error_body(
-        "too many connections are open already; try again",
+        "too many connections are open already; close some of this address, or try again",
         "service_unavailable_error",
         code="too_many_connections",
     )
@@ -34,6 +34,10 @@ _REFUSAL: Final = (
 class ConnectionLimits:
     """Counts the connections of each port, so that clients of one cannot fill the other.
 
+    An address gets at most as many as it leaves free, so that no address takes those of all others.
+    A proxy has one address for all its clients, and so half of the connections for them.
+    Source: dynamic thresholds (Choudhury and Hahne, IEEE/ACM Transactions on Networking 1998).
+
     Args:
         limits: Say how many connections a port may have.
         header_timeout_s: Time for the whole header of a request to arrive: from the connection, or
@@ -45,19 +49,25 @@ class ConnectionLimits:
         self.header_timeout_s = header_timeout_s
         self._metrics = metrics
         self._open: Counter[int] = Counter()  # by port
+        self._of_address: Counter[tuple[int, str]] = Counter()
 
-    def enter(self, port: int) -> bool:
-        """Count a new connection. Return whether there is room for it."""
-        if self._open[port] >= self._limits.current().connections:
+    def enter(self, port: int, address: str) -> bool:
+        """Count a new connection of a client's address. Return whether there is room for it."""
+        free = self._limits.current().connections - self._open[port]
+        if free <= 0 or self._of_address[port, address] > free:
             self._metrics.connections_refused.inc()
             return False
         self._open[port] += 1
+        self._of_address[port, address] += 1
         self._show()
         return True
 
-    def leave(self, port: int) -> None:
+    def leave(self, port: int, address: str) -> None:
         """Count the end of a connection that had room."""
         self._open[port] -= 1
+        self._of_address[port, address] -= 1
+        if not self._of_address[port, address]:
+            del self._of_address[port, address]
         self._show()
 
     def record_slow_header(self) -> None:
@@ -79,21 +89,22 @@ def limited_protocol(protocol: type[Any], limits: ConnectionLimits) -> type[asyn
     class LimitedProtocol(protocol):  # type: ignore[misc]  # which of the two, a caller says
         """A connection that counts, and whose headers have a deadline."""
 
-        _port: int | None = None  # of a connection that counts
+        _counted: tuple[int, str] | None = None  # port and address of a connection that counts
         _header_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             port = int((transport.get_extra_info("sockname") or ("", 0))[1])
-            if not limits.enter(port):
+            address = str((transport.get_extra_info("peername") or ("",))[0])
+            if not limits.enter(port, address):
                 transport.write(_REFUSAL)
                 transport.close()
                 return
-            self._port = port
+            self._counted = port, address
             self._start_header()
 
         def data_received(self, data: bytes) -> None:
-            if self._port is None:
+            if self._counted is None:
                 return  # refused
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
@@ -103,9 +114,9 @@ def limited_protocol(protocol: type[Any], limits: ConnectionLimits) -> type[asyn
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._end_header()
-            if self._port is not None:
-                limits.leave(self._port)
-                self._port = None
+            if self._counted is not None:
+                limits.leave(*self._counted)
+                self._counted = None
             super().connection_lost(exc)
 
         def _start_header(self) -> None:

@@ -17,6 +17,7 @@ from ragcache_core.access.caller import NotAllowed, Scope
 from ragcache_core.cost.retry_after import jitter
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
 from ragcache_gateway.admission.refusal import Refused
+from ragcache_gateway.shown_address import shown
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -85,13 +86,26 @@ class MissingScope(RagCacheError):
 
     Args:
         name: Name of the key.
+        allowed: The scopes of which it needs one.
     """
 
-    def __init__(self, name: str, scope: Scope) -> None:
+    def __init__(self, name: str, allowed: Sequence[Scope]) -> None:
+        scopes = " or ".join(allowed)
         super().__init__(
-            f"Authorization: the key {name!r} lacks the scope {scope}; use another key"
+            f"Authorization: the key {name!r} lacks the scope {scopes}; use another key"
         )
-        self.scope = scope
+        self.scope = allowed[0]
+
+
+class TooSlow(RagCacheError):
+    """A body did not arrive in time.
+
+    Args:
+        time_s: The seconds that it had.
+    """
+
+    def __init__(self, time_s: float) -> None:
+        super().__init__(f"body: did not arrive within {time_s:g} s; send it faster")
 
 
 class Forbidden(RagCacheError):
@@ -160,6 +174,10 @@ def to_http(error: RagCacheError, recovery_s: float = 0.0) -> HttpError:
         case TooLarge():
             body = error_body(str(error), "invalid_request_error", error.field, "too_large")
             http = HttpError(413, body)
+        case TooSlow():
+            body = error_body(str(error), "timeout_error", "body", "body_timeout")
+            # What is left of the body must not be read as the next request.
+            http = HttpError(408, body, {"Connection": "close"})
         case InvalidInput():
             body = error_body(str(error), "invalid_request_error", error.field, "invalid_value")
             http = HttpError(400, body)
@@ -185,17 +203,18 @@ def to_http(error: RagCacheError, recovery_s: float = 0.0) -> HttpError:
             http = HttpError(403, error_body(str(error), "permission_error", error.field, code))
         case Unavailable():
             body = error_body(
-                f"{error}; try again",
+                f"{shown(str(error))}; try again",
                 "service_unavailable_error",
                 code=f"{error.component}_unavailable",
             )
             http = HttpError(503, body, retry_headers(max(error.retry_after_s, recovery_s)))
         case Refused():
-            body = error_body(str(error), error.kind, error.field, error.reason)
+            body = error_body(shown(str(error)), error.kind, error.field, error.reason)
             headers = retry_headers(error.retry_after_s, is_predicted=error.is_predicted)
             http = HttpError(error.status, body, headers)
         case _:
-            http = HttpError(500, error_body(str(error), "server_error", code="internal_error"))
+            text = shown(str(error))
+            http = HttpError(500, error_body(text, "server_error", code="internal_error"))
     return http
 
 
@@ -211,11 +230,6 @@ def from_status(status: int, method: str, path: str, detail: str) -> HttpError:
             )
             body = error_body(message, "invalid_request_error", "method", "method_not_allowed")
             return HttpError(405, body)
-        case 400:
-            message = "body: cannot be read as JSON in UTF-8; send a JSON object"
-            return HttpError(
-                400, error_body(message, "invalid_request_error", "body", "invalid_json")
-            )
         case _:
             return HttpError(status, error_body(detail, "invalid_request_error"))
 
@@ -227,9 +241,6 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> InvalidInput:
     kind, message, context = str(error["type"]), str(error["msg"]), error.get("ctx") or {}
     if kind == "ragcache":
         return InvalidInput(path, context["problem"], context["fix"])
-    if kind == "json_invalid":
-        problem = f"is not valid JSON ({context.get('error', message)})"
-        return InvalidInput("body", problem, "send a JSON object")
     if kind in _PROBLEMS:
         problem, fix = _PROBLEMS[kind]
         if path == "body":

@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 
 from ragcache_core.access.caller import Caller
 from ragcache_core.errors import NotFound
+from ragcache_gateway.documents.erasure import ErasureCheck
 from ragcache_gateway.documents.writer import DocumentWriter
 from ragcache_gateway.explain.tree_outline import TreeReader
 from ragcache_gateway.extraction.extractor import TextExtractor
@@ -36,12 +37,19 @@ class GatewayServices:
     chat: ChatServices
     others: tuple[ChatServices, ...]
     documents: DocumentWriter
+    erasure: ErasureCheck
     extractor: TextExtractor
     retriever: RetrieverClient
     store: AsyncShardedStore
     component_watch: ComponentWatch
     cache_view: CacheView
     tree_reader: TreeReader
+
+    @property
+    def platform_keys(self) -> tuple[bytes, ...]:
+        """The keys that sign plans and receipts; empty: there are none."""
+        keys = self.settings.signing_key_file
+        return () if keys is None else keys.current()
 
     @property
     def chats(self) -> tuple[ChatServices, ...]:

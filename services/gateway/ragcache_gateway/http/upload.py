@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from starlette.datastructures import FormData, UploadFile
@@ -19,6 +18,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_gateway.documents.incoming import IncomingDocument, text_document
 from ragcache_gateway.documents.schema import DocumentIn, FileFields
 from ragcache_gateway.http.errors import validate
+from ragcache_gateway.http.json_body import json_object, read_body
 
 _MAX_FIELDS = len(FileFields.model_fields)
 
@@ -35,7 +35,9 @@ async def read_document(request: Request, collection: str) -> IncomingDocument:
         texts["collection"] = texts.get("collection") or collection
         return file_document(texts, file_name, media_type, content)
     if kind == "application/json":
-        return json_document({"collection": collection, **json_object(await request.body())})
+        return await read_body(
+            request, lambda body: json_document({"collection": collection, **json_object(body)})
+        )
     raise InvalidInput(
         "Content-Type",
         f"is {kind!r}" if kind else "is missing",
@@ -47,20 +49,6 @@ def json_document(fields: dict[str, Any]) -> IncomingDocument:
     """Return the document of a JSON object. Raises InvalidInput naming the field."""
     document = validate(DocumentIn, fields)
     return text_document(document, document.text)
-
-
-def json_object(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises InvalidInput for anything else."""
-    try:
-        value = json.loads(body.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise InvalidInput("body", "is not UTF-8", "send JSON in UTF-8") from error
-    # Deeply nested JSON raises a RecursionError, which is not a ValueError.
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput("body", f"is not valid JSON ({error})", "send a JSON object") from error
-    if not isinstance(value, dict):
-        raise InvalidInput("body", "is not a JSON object", "send a JSON object")
-    return value
 
 
 def file_document(
@@ -82,7 +70,8 @@ def file_document(
     # A form sends an empty text for a field that is left out.
     values: dict[str, Any] = {name: text for name, text in texts.items() if text}
     if "metadata" in values:
-        values["metadata"] = _metadata(values["metadata"])
+        fix = 'send one, like {"team": "core"}'
+        values["metadata"] = json_object(values["metadata"].encode(), "metadata", fix)
     fields = validate(FileFields, {"id": file_name, **values})
     kind = _format(fields, file_name, media_type)
     if kind is DocumentFormat.JSON_LINES:
@@ -105,16 +94,6 @@ def _format(fields: FileFields, file_name: str, media_type: str) -> DocumentForm
             f"send a file of {', '.join(FORMAT_OF_SUFFIX)}, or its content_type",
         )
     return kind
-
-
-def _metadata(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise InvalidInput("metadata", "is not a JSON object", 'send one, like {"team": "core"}')
-    return value
 
 
 class _MemoryParser(MultiPartParser):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
+from ragcache_gateway.audit.notes import note_documents, note_object
 from ragcache_gateway.chat.schema import (
     AnswerQuality,
     Citation,
@@ -166,6 +167,7 @@ async def generate(
             body, planned.prompt.max_tokens, stack, planned.request.id, chosen, work_s=work_s
         )
     begin_output(completion)
+    _note_sources(planned, cited)
     if not question.is_trial and reuse.mode != "off":
         blends = reuse.mode == "blend"
         planner.computed(engine, planned.plan, blends=blends)
@@ -184,3 +186,13 @@ async def generate(
         inline=inline,
         resumption=resumption,
     )
+
+
+def _note_sources(planned: PlannedQuestion, cited: Iterable[Passage]) -> None:
+    """Tell the audit log which documents an answer cites, and which are in its prompt beside."""
+    note_object(planned.request.id)
+    collection = planned.question.request.ragcache.collection
+    shown = dict.fromkeys(passage.chunk.document_id for passage in cited)
+    used = dict.fromkeys(passage.chunk.document_id for passage in planned.prompt.passages)
+    note_documents(collection, shown, "cited")
+    note_documents(collection, (one for one in used if one not in shown), "used")

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import uuid
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -82,6 +83,7 @@ def _plan(services: ChatServices, ordered: OrderedPrompt) -> tuple[Prompt, dict[
         documents,
         ordered.search.asked_at_ms,
     )
+    plan = replace(plan, reader=ordered.question.caller.reader)
     position = QueuePosition(ordered.question.caller.priority, services.reordering_window_ms)
     body = completion_body(model, prompt.token_ids, plan, max_tokens=1, position=position)
     return prompt, body
@@ -93,4 +95,5 @@ def reversed_chunks(prompt: Prompt) -> Prompt:
     bounds = reversed(list(itertools.pairwise(starts)))
     chunks = [prompt.token_ids[start:end] for start, end in bounds]
     head, digests = prompt.token_ids[: prompt.head], prompt.chunk_digests[::-1]
-    return assemble(head, chunks, (), prompt.stable_head, digests)
+    turned = assemble(head, chunks, (), prompt.stable_head, digests)
+    return replace(turned, own_head=prompt.own_head)

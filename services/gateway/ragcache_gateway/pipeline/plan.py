@@ -200,7 +200,7 @@ def _engine_request(
     documents = tuple(
         document_name(collection, passage.chunk.document_id) for passage in prompt.passages
     )
-    asked = AskedQuestion(prompt.prompt, documents, asked_at_ms, caller.domain)
+    asked = AskedQuestion(prompt.prompt, documents, asked_at_ms, caller.domain, caller.reader)
     reuse_plan = plan_reuse(question.reuse, asked, services.model, request_id)
     body = client_body(
         request.engine_fields(),

@@ -9,6 +9,7 @@ from typing import Literal
 from ragcache_core.access.caller import Caller
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.admission.slo import Arrival
+from ragcache_gateway.audit.notes import note_collection
 from ragcache_gateway.background.quality_gate import GatedReuse
 from ragcache_gateway.chat.completion_schema import CompletionRequest
 from ragcache_gateway.chat.messages import question_field, read_conversation
@@ -77,6 +78,7 @@ def read_question(
     started = time.perf_counter()
     options = request.ragcache
     if request.retrieves():
+        note_collection(options.collection)
         caller.check_collection(options.collection, "ragcache.collection")
     if isinstance(request, ChatRequest):
         conversation = read_conversation(request)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -121,6 +121,22 @@ class CacheView(BackgroundTasks):
         predicted = self._predicted.get(engine_source(engine))
         if predicted is not None:
             predicted.observe_hit(chunks, cached_tokens, before_s)
+
+    def engine_remains(self, chunks: Collection[ChunkKey]) -> dict[str, int | None]:
+        """Return how many variants of chunks each engine has, by its address; None: unknown."""
+        left = Counter(
+            source
+            for chunk in chunks
+            for node in self.tree.variants_of(chunk, len(self.tree))
+            for source in node.residency
+        )
+        return {
+            engine_address(one.source): left[one.source]
+            if one.state == FeedState.SYNCHRONIZED
+            else None
+            for one in self.summarize()
+            if one.source.startswith(_ENGINE)
+        }
 
     def summarize(self) -> list[SourceSummary]:
         """Return how well each source is known."""

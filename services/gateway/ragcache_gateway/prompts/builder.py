@@ -16,6 +16,7 @@ from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.prompt import (
     CHUNK_SEPARATOR,
     CHUNKS_PLACEHOLDER,
+    DEFAULT_SYSTEM_PROMPT,
     STABLE_PREFIX_END,
     Prompt,
     assemble,
@@ -56,6 +57,7 @@ class TemplateFrame:
         text: The same as text.
         stable_head: See ``Prompt``.
         comes_once: See ``Prompt``.
+        own_head: See ``Prompt``.
     """
 
     head: Sequence[int]
@@ -63,6 +65,7 @@ class TemplateFrame:
     text: PromptText
     stable_head: int = 0
     comes_once: bool = False
+    own_head: bool = True
 
     def without_tail(self) -> TemplateFrame:
         """Return what comes before the chunks alone."""
@@ -122,7 +125,7 @@ class PromptParts:
             frame.stable_head,
             [chunk.digest for chunk in chunks],
         )
-        prompt = replace(prompt, comes_once=frame.comes_once)
+        prompt = replace(prompt, comes_once=frame.comes_once, own_head=frame.own_head)
         text = replace(frame.text, passages=passages)
         return AnswerPrompt(prompt, text, self.max_tokens, self.warnings)
 
@@ -170,6 +173,8 @@ class PromptBuilder:
         self._chunks = TokenCache(cache_bytes)
         self._has_warned = False
         self._stable_prefixes = StablePrefixes()
+        # Heads of the platform's own text, by layout.
+        self._platform_heads: dict[Layout, list[int]] = {}
         # Such as those of prompts that write search queries, which come again with each question.
         self._heads_alone = StablePrefixes()
 
@@ -230,14 +235,15 @@ class PromptBuilder:
         self._check_length(len(text))
         frame = TemplateFrame(
             self._tokenizer.beginning(),
-            self._tokenizer.encode_template(text),
+            self._tokenizer.encode_plain(text),
             PromptText(None, text, None, clean=self._tokenizer.spelled_apart),
+            own_head=False,
         )
         return self._with_chunks(frame, hits, max_tokens)
 
     def count_tokens(self, texts: Sequence[str]) -> int:
         """Return the number of tokens of texts."""
-        return sum(len(self._tokenizer.encode_template(text)) for text in texts)
+        return sum(len(self._tokenizer.encode_plain(text)) for text in texts)
 
     def _with_chunks(
         self, frame: TemplateFrame, hits: Sequence[pb.Hit], max_tokens: int
@@ -312,7 +318,8 @@ class PromptBuilder:
         system = conversation.system_with_documents if with_documents else conversation.system
         text = system or ""
         length = conversation.stable_prefix
-        if with_documents and (conversation.layout or self._layout) == "documents-first":
+        layout = conversation.layout or self._layout
+        if with_documents and layout == "documents-first":
             before, after = text[: length or 0], text[length or 0 :]
         elif length is not None and length < len(text):
             before, after = f"{text[:length]}{STABLE_PREFIX_END}{text[length:]}", ""
@@ -360,7 +367,24 @@ class PromptBuilder:
         stable_head = len(first) if rest else found
         comes_once = prefixes.comes_once(head, domain)
         tail = self._tokenizer.encode_template(parts[1])
-        return TemplateFrame(head, tail, plain, stable_head, comes_once)
+        own_head = not (with_documents and self._is_platform_head(head, conversation, layout))
+        return TemplateFrame(head, tail, plain, stable_head, comes_once, own_head)
+
+    def _is_platform_head(
+        self, head: Sequence[int], conversation: Conversation, layout: Layout
+    ) -> bool:
+        """Whether a head has no text of a request."""
+        if head == self._platform_heads.get(layout):
+            return True
+        if layout in self._platform_heads and (conversation.system or conversation.template):
+            return False
+        # Templates may write the date, and then the head of the platform changes.
+        before = DEFAULT_SYSTEM_PROMPT + CHUNK_SEPARATOR if layout == "system-first" else ""
+        system = {"role": "system", "content": before + CHUNKS_PLACEHOLDER}
+        text = self._tokenizer.render([system, {"role": "user", "content": "?"}])
+        known = self._tokenizer.encode_template(text.partition(CHUNKS_PLACEHOLDER)[0])
+        self._platform_heads[layout] = known
+        return head == known
 
     def chunk_digest(self, chunk: pb.Chunk) -> bytes:
         """Return the ``token_digest`` of a found chunk."""

@@ -24,7 +24,8 @@ class PromptText:
         turns: The messages after it. None: the prompt has no chat template.
         template: Arguments of the chat template, such as tools.
         passages: The documents, in the order of the prompt.
-        clean: Makes the text of a document safe, as ``ChatTokenizer.spelled_apart``.
+        clean: Makes a text safe, as ``ChatTokenizer.spelled_apart``: that of documents, messages
+            and tool calls alike.
     """
 
     before: str | None
@@ -46,12 +47,23 @@ class PromptText:
     def text(self) -> str:
         """Return the documents and the text around them, without a chat template."""
         chunks = (passage_text(one.chunk) + CHUNK_SEPARATOR for one in self.passages)
-        return f"{self.before or ''}{self.clean(''.join(chunks))}{self.after}"
+        return self.clean(f"{self.before or ''}{''.join(chunks)}{self.after}")
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the messages of a chat, as OpenAI's API takes them."""
         system = [] if self.before is None else [{"role": "system", "content": self.text()}]
-        return [*system, *map(_message, self.turns or ())]
+        return [*system, *(self._cleaned(_message(turn)) for turn in self.turns or ())]
+
+    def _cleaned(self, value: Any) -> Any:
+        match value:
+            case str():
+                return self.clean(value)
+            case list() | tuple():
+                return [self._cleaned(one) for one in value]
+            case Mapping():
+                return {name: self._cleaned(one) for name, one in value.items()}
+            case _:
+                return value
 
 
 def _message(turn: Turn) -> dict[str, Any]:

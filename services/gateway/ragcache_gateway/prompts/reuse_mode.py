@@ -85,8 +85,14 @@ def plan_reuse(
             return plan_compute(prompt, space, domain, request_id)
         case "exact":
             plan = plan_exact(prompt, space, domain, request_id, documents, planned_at_ms)
-            return replace(plan, trial=reuse.trial)
+            return replace(plan, trial=reuse.trial, reader=asked.reader)
         case "blend":
             share = reuse.max_recompute_share
             plan = plan_blend(prompt, space, domain, request_id, share, documents)
-            return replace(plan, planned_at_ms=planned_at_ms, alpha=reuse.alpha, trial=reuse.trial)
+            return replace(
+                plan,
+                planned_at_ms=planned_at_ms,
+                alpha=reuse.alpha,
+                trial=reuse.trial,
+                reader=asked.reader,
+            )

@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import token_digest
 from ragcache_core.identity.packed_ids import PackedIds
+from ragcache_gateway.prompts.chat_template import TemplateRenderer
 from ragcache_kv.model.tokenizer import ChunkTokenizer, tokenizer_identity
 
 _OBJECTS_BYTES = 400
@@ -33,12 +34,15 @@ class ChatTokenizer:
     def __init__(self, library: Any, identity: str) -> None:
         self._library = library
         self._chunks = ChunkTokenizer(library.backend_tokenizer)
+        self._templates = TemplateRenderer(self._chunks, self._apply)
         self.identity = identity
 
     def render(
         self, messages: list[dict[str, Any]], arguments: Mapping[str, Any] | None = None
     ) -> str:
-        """Render a conversation as text, up to where the answer begins.
+        """Render a conversation as text for ``encode_template``, up to where the answer begins.
+
+        Control tokens that messages and arguments spell are not those of the text.
 
         Args:
             arguments: Further arguments of the template, such as tools.
@@ -47,7 +51,15 @@ class ChatTokenizer:
             Exception: One of TEMPLATE_ERRORS, if the template refuses the conversation.
         """
         given = {"add_generation_prompt": True, **(arguments or {})}
-        text: str = self._library.apply_chat_template(messages, tokenize=False, **given)
+        source: str = self._library.get_chat_template(tools=given.get("tools"))
+        return self._templates.render(source, messages, given)
+
+    def _apply(
+        self, source: str, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
+    ) -> str:
+        text: str = self._library.apply_chat_template(
+            messages, chat_template=source, tokenize=False, **arguments
+        )
         return text
 
     def beginning(self) -> list[int]:
@@ -56,8 +68,19 @@ class ChatTokenizer:
         return ids
 
     def encode_template(self, text: str) -> list[int]:
-        """Return the token ids of rendered text, in which control tokens are recognized."""
-        return self._chunks.encode_template(text)
+        """Return the token ids of rendered text, in which the template's control tokens are read.
+
+        Args:
+            text: What ``render`` returns, or a part of it.
+        """
+        ids: list[int] = []
+        for piece, is_plain in self._templates.pieces(text):
+            ids += self._chunks.encode(piece) if is_plain else self._chunks.encode_template(piece)
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the token ids of a text in which no control token is read."""
+        return self._chunks.encode(text)
 
     def encode_chunk(self, text: str) -> list[int]:
         """Return the token ids of a chunk by itself, with the separator that follows it.

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import BaseModel, Field
 
+from ragcache_gateway.shown_address import NAME_HELP, ShownText, server_name
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 
 class ShardState(BaseModel):
     """Whether one shard of the cache store answers."""
 
-    address: str
+    address: ShownText
+    name: str = Field(description=NAME_HELP)
     up: bool
     reset_at_ms: int = Field(
         description="Unix time at which it has last started empty, because its metadata was "
@@ -25,7 +27,7 @@ class ShardState(BaseModel):
 class SourceSummary(BaseModel):
     """How well the gateway knows what one engine or shard has."""
 
-    source: str = Field(description="engine:ADDRESS or store:ADDRESS.")
+    source: ShownText = Field(description="engine:ADDRESS or store:ADDRESS.")
     state: str = Field(
         description="synchronized: plans use what it has. predicted: it has no feed, so its cache "
         "is inferred from the prompts that it got. Otherwise plans do not use it: connecting, "
@@ -33,7 +35,7 @@ class SourceSummary(BaseModel):
     )
     silence_s: float = Field(description="Seconds since it was last heard of.")
     snapshots: int = Field(description="Snapshots since the gateway started.")
-    problem: str = Field(description="Why the last call ended; empty if it goes on.")
+    problem: ShownText = Field(description="Why the last call ended; empty if it goes on.")
 
 
 class CacheSummary(BaseModel):
@@ -92,6 +94,7 @@ def summarize_cache(
         shards=[
             ShardState(
                 address=address,
+                name=server_name(address),
                 up=reply is not None,
                 reset_at_ms=0 if reply is None else reply.reset_at_ms,
                 reset_reason="" if reply is None else reply.reset_reason,

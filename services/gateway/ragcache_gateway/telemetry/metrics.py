@@ -11,6 +11,7 @@ from prometheus_client import Counter
 
 from ragcache_core.scheduling.admission import RefusalCode
 from ragcache_gateway.telemetry.tenant_metrics import TenantMetrics
+from ragcache_wire.sandbox import SandboxSupport
 from ragcache_wire.telemetry import semantic_conventions as names
 from ragcache_wire.telemetry.catalogue import gateway as rows
 from ragcache_wire.telemetry.metric_registry import MetricRegistry, exemplar
@@ -140,6 +141,10 @@ class Metrics:
         self.refusals = self._instruments.counter(rows.REFUSALS)
         for reason in RefusalCode:
             self.refusals.labels(reason)
+        self._reader_protections = self._instruments.gauge(rows.READER_PROTECTIONS)
+        self.audit_events = self._instruments.counter(rows.AUDIT_EVENTS)
+        self.audit_failing = self._instruments.gauge(rows.AUDIT_FAILING)
+        self.keys_stale = self._instruments.gauge(rows.KEYS_STALE)
         self.slow_headers = self._instruments.counter(rows.SLOW_HEADERS)
         self.disconnects = self._instruments.counter(rows.CLIENT_DISCONNECTS)
         self.upstream_failures = self._instruments.counter(rows.UPSTREAM_FAILURES)
@@ -201,6 +206,11 @@ class Metrics:
         """Record the predicted and the measured time from the engine's queue to the first token."""
         if predicted_s > 0:
             self._prediction_ratio.observe(took_s / predicted_s, _exemplar())
+
+    def set_reader_protections(self, support: SandboxSupport) -> None:
+        """Set which protections the processes have that read documents."""
+        self._reader_protections.labels("landlock").set(support.landlock > 0)
+        self._reader_protections.labels("seccomp").set(support.seccomp)
 
     def set_sources(self, number: Mapping[tuple[str, str], int]) -> None:
         """Set how many sources the cache view has, by their kind and state."""

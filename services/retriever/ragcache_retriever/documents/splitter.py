@@ -28,6 +28,7 @@ from ragcache_core.identity.packed_ids import ID_BYTES
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import Chunking
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
+from ragcache_wire.sandbox import bare_environment, sandbox_support
 
 LONG_DOCUMENT_CHARS = 1 << 18
 _WORKER = "ragcache_retriever.documents.splitter_worker"
@@ -88,6 +89,7 @@ class DocumentSplitter:
 
     def __init__(self, tokenizer: ServingTokenizer, limit: SplitLimit | None = None) -> None:
         limit = limit or SplitLimit()
+        sandbox_support().warn("splitters of documents")
         self._short = _SplitterProcess(tokenizer, limit, is_kept=True)
         self._long = _SplitterProcess(tokenizer, limit, is_kept=False)
 
@@ -213,8 +215,10 @@ class _SplitterProcess:
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.subprocess_exec(
             lambda: SubprocessStreamProtocol(limit=_MAX_LINE_BYTES, loop=loop),
-            *(sys.executable, "-m", _WORKER),
+            # -P: the working folder may have keys, and is no place of packages.
+            *(sys.executable, "-P", "-m", _WORKER),
             stderr=None,
+            env=bare_environment(),
         )
         self._worker = worker = _Worker(Process(transport, protocol, loop), transport)
         identity = {"identity": self._tokenizer.identity}

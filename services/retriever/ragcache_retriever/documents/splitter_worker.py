@@ -4,7 +4,8 @@ It imports only what splitting needs, so that it stays small. Its input is a tok
 document after the other, each one a line of JSON and a text of the length that the line tells. It
 writes an empty line when it has the tokenizer. For each chunk of a document it writes a line of
 JSON and the chunk's token ids, whose length the line tells. An empty line ends the document. It
-sends no pickles, so a document that takes over this process has not taken over the retriever.
+sends no pickles, so a document that takes over this process has not taken over the retriever. The
+process has no network and no keys (``ragcache_wire.sandbox``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ragcache_retriever.concurrency.cpu import lower_priority
 from ragcache_retriever.documents.chunking import split_document
 from ragcache_retriever.documents.collection import Chunking
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
+from ragcache_wire.sandbox import Sandbox
 
 
 def main() -> None:
@@ -30,6 +32,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     lower_priority()
+    Sandbox().enter({0, 1, 2})  # its input, its output and its errors
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     message = _read(source)
     assert message is not None, "the retriever sends its tokenizer first"

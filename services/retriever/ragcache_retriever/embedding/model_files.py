@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_kv.model.weights import digest_weights
+
+log = logging.getLogger(__name__)
 
 _MAX_TOKENS = 8192
 """Chunks are shorter, and the time of attention grows with the square."""
@@ -58,8 +61,26 @@ class ModelFiles:
     pooling: str | None
 
 
+def hub_reference(name: str, setting: str) -> tuple[str, str | None]:
+    """Return the name of a model of the hub, and the commit that is wanted of it.
+
+    Without a commit the log has a warning: the owner of the model may change what is loaded.
+
+    Args:
+        name: Like ``ORGANISATION/NAME@COMMIT``.
+        setting: Variable that has the name, for the warning.
+    """
+    model, _, commit = name.partition("@")
+    if not commit:
+        log.warning("model files: not pinned setting=%s model=%s fix=add @COMMIT", setting, model)
+    return model, commit or None
+
+
 def download(name: str) -> Path:
     """Return the folder of a model of the Hugging Face hub, downloaded unless it is cached.
+
+    Args:
+        name: Like ``ORGANISATION/NAME@COMMIT``.
 
     Raises:
         InvalidInput: There is no such model.
@@ -69,9 +90,15 @@ def download(name: str) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415  slow to import
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
+    model, commit = hub_reference(name, "RAGCACHE_EMBEDDER")
     try:
         return Path(
-            snapshot_download(name, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
+            snapshot_download(
+                model,
+                revision=commit,
+                allow_patterns=_DOWNLOADED,
+                ignore_patterns=_NOT_DOWNLOADED,
+            )
         )
     except (LocalEntryNotFoundError, httpx.TransportError, OSError) as error:
         if isinstance(error, HfHubHTTPError) and not _is_temporary(error):

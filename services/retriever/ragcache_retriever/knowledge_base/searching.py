@@ -173,7 +173,7 @@ class Searching:
         if not rows.done():
             try:
                 # Other searches may wait for the same rows.
-                await asyncio.shield(asyncio.wrap_future(rows))
+                await asyncio.shield(_observed(asyncio.wrap_future(rows)))
             except asyncio.CancelledError:
                 cancelled.set()
                 raise
@@ -260,3 +260,9 @@ class Searching:
             for row, score in zip(final.rows, final.scores, strict=True)
             if row in positions
         ]
+
+
+def _observed(rows: asyncio.Future[Rows]) -> asyncio.Future[Rows]:
+    """Return a future whose error is not logged if the search that waits for it has left."""
+    rows.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return rows

@@ -9,6 +9,11 @@ from ragcache_core.errors import InvalidInput
 from ragcache_retriever.store.sqlite.files.backup import SqliteBackups
 from ragcache_wire.v1 import retriever_pb2 as pb
 
+RECEIVE_GRACE_S = 60.0
+RECEIVE_BYTES_PER_S = 256 << 10
+"""A backup that is received takes the grace, and the time that it needs with this rate. Another one
+has to wait for its end."""
+
 
 async def sent_backup(backups: SqliteBackups | None) -> AsyncIterator[pb.BackupPart]:
     """Yield the parts of a copy of all documents."""
@@ -37,10 +42,17 @@ async def received_backup(
         Unavailable: The disk refuses it.
     """
     incoming = _checked(backups).receive()
+    end_s = asyncio.get_running_loop().time() + RECEIVE_GRACE_S
     try:
-        async for part in complete_parts(parts):
-            await asyncio.to_thread(incoming.write, part)
+        async with asyncio.timeout_at(end_s) as limit:
+            async for part in complete_parts(parts):
+                await asyncio.to_thread(incoming.write, part)
+                end_s += len(part) / RECEIVE_BYTES_PER_S
+                limit.reschedule(end_s)
         return await asyncio.to_thread(incoming.finish)
+    except TimeoutError as error:
+        problem = f"comes with less than {RECEIVE_BYTES_PER_S >> 10} KiB a second"
+        raise InvalidInput("backup", problem, "send it over a faster connection") from error
     finally:
         await asyncio.to_thread(incoming.abort)
 

@@ -164,8 +164,8 @@ def document_of(message: pb.Document) -> Document:
 
 
 def _title(message: pb.Document, content_type: int, document_id: str) -> str:
-    title = " ".join(message.title.split())
-    _refuse_nul("document.title", title)
+    _refuse_nul("document.title", message.title)
+    title = _one_line(message.title)
     if len(title) > MAX_TITLE_CHARS:
         raise InvalidInput(
             "document.title",
@@ -173,8 +173,18 @@ def _title(message: pb.Document, content_type: int, document_id: str) -> str:
             f"send at most {MAX_TITLE_CHARS}",
         )
     if not title and content_type == pb.CONTENT_TYPE_MARKDOWN:
-        title = first_heading(message.text) or ""
+        title = _one_line(first_heading(message.text) or "")
     return title or document_id
+
+
+def _one_line(text: str) -> str:
+    """Return text with single spaces and without control characters, which act on terminals."""
+    words = " ".join(text.split())
+    return "".join(c for c in words if not _is_control(c)).strip()
+
+
+def _is_control(character: str) -> bool:
+    return unicodedata.category(character) == "Cc"
 
 
 def _metadata(message: pb.Document) -> dict[str, MetadataValue]:
@@ -207,7 +217,7 @@ def _metadata(message: pb.Document) -> dict[str, MetadataValue]:
 
 def checked_id(field: str, document_id: str) -> str:
     """Return the id of a document. Raises InvalidInput if it is not valid."""
-    has_control = any(unicodedata.category(c) == "Cc" for c in document_id[: MAX_ID_CHARS + 1])
+    has_control = any(map(_is_control, document_id[: MAX_ID_CHARS + 1]))
     if not 1 <= len(document_id) <= MAX_ID_CHARS or has_control:
         raise InvalidInput(
             field,

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
@@ -17,6 +18,7 @@ from typing_extensions import override
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.fusion import Scores
 from ragcache_retriever.embedding.embedder import Embedder
+from ragcache_retriever.embedding.model_files import hub_reference
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,8 @@ class CrossEncoderReranker(Reranker):
     Candidates that it does not read stay behind the others.
 
     Args:
-        source: A folder or a name on the hub. The constructor loads the model.
+        source: A folder, or a name on the hub like ``ORGANISATION/NAME@COMMIT``. The constructor
+            loads the model, from safetensors alone and without code of the model's.
     """
 
     def __init__(self, source: str) -> None:
@@ -70,12 +73,21 @@ class CrossEncoderReranker(Reranker):
         from sentence_transformers import CrossEncoder  # noqa: PLC0415
 
         try:
-            self._model: Any = CrossEncoder(source)
+            name, commit = source, None
+            if not Path(source).is_absolute():
+                name, commit = hub_reference(source, "RAGCACHE_RERANKER_MODEL")
+            self._model: Any = CrossEncoder(
+                name,
+                revision=commit,
+                trust_remote_code=False,
+                # Other formats are pickles, which run code when they are loaded.
+                model_kwargs={"use_safetensors": True},
+            )
         except (OSError, ValueError) as error:
             raise InvalidInput(
                 "RAGCACHE_RERANKER_MODEL",
                 f"{source!r} cannot be loaded: {error}",
-                "name a folder or a cross-encoder of the hub",
+                "name a folder or a cross-encoder of the hub with safetensors",
             ) from error
 
     @override

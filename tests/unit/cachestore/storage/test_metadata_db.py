@@ -21,6 +21,7 @@ from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import (
     Codec,
+    Influence,
     Origin,
     Precision,
     Provenance,
@@ -78,6 +79,7 @@ def make_allocator() -> ExtentAllocator:
 u32, u64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 codecs = st.sampled_from(Codec)
 keys16 = st.binary(min_size=16, max_size=16)
+digests = st.just(b"") | keys16
 names = st.text(max_size=20)
 
 
@@ -106,6 +108,7 @@ def any_record(draw: st.DrawFn) -> DiskVariant:
             draw(names),
             draw(st.floats(0, allow_infinity=False)),
             draw(st.floats(0, allow_infinity=False)),
+            draw(st.builds(Influence, digests, digests, u32)),
         ),
         draw(u32),
         draw(u64),

@@ -69,7 +69,7 @@ def test_the_example_of_the_guide_is_a_key_file(tmp_path: Path) -> None:
 def test_the_example_of_quotas_is_a_key_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(QUOTAS)
-    assert ApiKeys(path, KeyTable({})).weights() == {"team-a": 2.0}
+    assert ApiKeys(path, KeyTable({})).shares().weights == {"team-a": 2.0}
 
 
 def test_limits_become_the_quota_of_the_entry() -> None:

@@ -92,9 +92,10 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, LocalComponent], tmp_p
     assert gateway.env["RAGCACHE_ENGINES"] == f"http://{engine.ports['http']};records={records}"
     assert engine.env["RAGCACHE_CACHESTORE"] == str(store.ports["grpc"])
     keys = str(tmp_path / "data" / "run" / "plan.keys")
-    # The store checks with it who may read its feed.
-    for part in (gateway, engine, store):
+    # Other users of the machine reach the ports too, and cannot read the file.
+    for part in (gateway, engine, store, parts["retriever"]):
         assert part.env["RAGCACHE_SIGNING_KEY_FILE"] == keys
+    assert "ragcache_engine.peer_middleware.PeerMiddleware" in engine.command
 
 
 def test_a_key_is_new_each_time_and_nobody_elses(tmp_path: Path) -> None:

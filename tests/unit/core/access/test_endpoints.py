@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.access.caller import Scope
-from ragcache_core.access.endpoints import is_on_ask_port, needed_scope, plain_path
+from ragcache_core.access.endpoints import allowed_scopes, is_on_ask_port, plain_path
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,31 @@ from ragcache_core.access.endpoints import is_on_ask_port, needed_scope, plain_p
     ],
 )
 def test_a_path_has_a_scope_and_a_port(path: str, scope: Scope | None, on_ask_port: bool) -> None:
-    assert needed_scope(path) == scope
+    assert allowed_scopes("POST", path) == (() if scope is None else (scope,))
     assert is_on_ask_port(path) == on_ask_port
+
+
+VIEWED = ["/v1/status", "/v1/cache", "/v1/cache/tree", "/v1/quality"]
+
+
+@pytest.mark.parametrize("path", VIEWED)
+def test_the_state_is_read_with_view_and_changed_with_admin(path: str) -> None:
+    assert allowed_scopes("GET", path) == (Scope.VIEW,)
+    assert allowed_scopes("PUT", path) == (Scope.ADMIN,)
+
+
+@pytest.mark.parametrize("path", ["/v1/collections", "/v1/collections/hr"])
+def test_collections_are_viewed_and_no_documents(path: str) -> None:
+    assert allowed_scopes("GET", path) == (Scope.WRITE, Scope.VIEW)
+    for method in ("PUT", "PATCH", "DELETE", "POST"):
+        assert allowed_scopes(method, path) == (Scope.WRITE,)
+    assert allowed_scopes("GET", "/v1/documents/a") == (Scope.WRITE,)
+    assert allowed_scopes("GET", "/v1/documents") == (Scope.WRITE,)
 
 
 @given(st.text())
 def test_an_unknown_path_is_closed(path: str) -> None:
-    assert needed_scope(f"/v1/new{path}") is Scope.ADMIN
+    assert allowed_scopes("GET", f"/v1/new{path}") == (Scope.ADMIN,)
     assert not is_on_ask_port(f"/v1/new{path}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,8 @@ from ragcache_core.access.caller import (
 from ragcache_core.access.key_file import (
     KeyTable,
     builtin_table,
+    collection_caller,
+    collection_key,
     entry_text,
     hash_text,
     key_of,
@@ -141,7 +144,7 @@ def test_a_caller_has_the_rules_of_its_tenant() -> None:
     tokens = QuotaLimit(QuotaResource.TOKENS, Period.DAY, 5)
     assert caller.rules == TenantRules(2.0, (tokens,))
     assert caller.cached_token_price == 0.5
-    assert table.weights == {"red": 2.0}
+    assert table.rules == {"red": caller.rules}
 
 
 @pytest.mark.parametrize(
@@ -231,15 +234,35 @@ def test_the_tenants_of_a_table_are_those_of_its_keys() -> None:
     assert parse(entry() + second).tenants == {"blue"}
 
 
-def test_components_have_keys_with_their_scopes() -> None:
-    table = builtin_table({"operator": hash_text(KEY), "sync": hash_text(OTHER)})
-    operator, sync = table.find(KEY), table.find(OTHER)
+def test_the_operator_has_a_key_with_all_scopes() -> None:
+    operator = builtin_table({"operator": hash_text(KEY)}).find(KEY)
     assert operator is not None
     assert operator.may(Scope.ASK)
-    assert sync is not None
-    assert not sync.may(Scope.ADMIN)
     with pytest.raises(InvalidInput, match="has no 'root'"):
         builtin_table({"root": hash_text(KEY)})
+
+
+def sign(message: bytes) -> bytes:
+    return hashlib.sha512(b"secret" + message).digest()
+
+
+def is_signed(message: bytes, signature: bytes) -> bool:
+    return sign(message) == signature
+
+
+def test_a_collections_key_may_write_this_collection_only() -> None:
+    caller = collection_caller(collection_key("faq", sign), is_signed)
+    assert caller is not None
+    assert caller.scopes == {Scope.WRITE}
+    assert caller.may_use("faq")
+    assert not any(map(caller.may_use, ("default", "faq2", "", "*")))
+
+
+@pytest.mark.parametrize("name", ["default", "faq-2", "f*", "*", "", "a.b", "x" * 64])
+def test_a_signature_is_of_one_collection(name: str) -> None:
+    key = collection_key("faq", sign).replace("sync.faq.", f"sync.{name}.")
+    assert collection_caller(key, is_signed) is None
+    assert collection_caller(KEY, is_signed) is None
 
 
 @pytest.mark.parametrize("num_tenants", [0, 1, MAX_NAMED_TENANTS, MAX_NAMED_TENANTS + 1, 300])
@@ -269,3 +292,32 @@ def test_no_tenant_has_the_label_of_others_or_of_none(name: str) -> None:
     assert Caller("app", name).tenant_label == name
     assert name not in (NO_TENANT, OTHER_TENANTS)
     assert ANYONE.tenant_label == NO_TENANT
+
+
+def test_limits_of_requests_at_once_and_reserved_shares_are_read() -> None:
+    content = (
+        f'[[keys]]\nname = "a"\nhash = "sha256:{"0" * 64}"\nscopes = ["ask"]\ntenant = "red"\n'
+        'max_concurrent = 4\n[[tenants]]\nname = "red"\nmax_concurrent = 8\nreserved_share = 0.25\n'
+    )
+    table = parse_key_file(content.encode(), read_filter)
+    [caller] = table.callers.values()
+    assert (caller.max_concurrent, caller.rules.max_concurrent) == (4, 8)
+    assert table.rules["red"].reserved_share == 0.25
+
+
+@pytest.mark.parametrize(
+    ("tenants", "named"),
+    [
+        ('[[tenants]]\nname = "a"\nmax_concurrent = 0\n', "tenants[0].max_concurrent"),
+        ('[[tenants]]\nname = "a"\nreserved_share = 0.9\n', "tenants[0].reserved_share"),
+        (
+            '[[tenants]]\nname = "a"\nreserved_share = 0.5\n'
+            '[[tenants]]\nname = "b"\nreserved_share = 0.5\n',
+            "tenants: reserve 1 ",
+        ),
+    ],
+)
+def test_wrong_shares_name_their_field(tenants: str, named: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        parse_key_file(tenants.encode(), read_filter)
+    assert str(error.value).startswith(named)

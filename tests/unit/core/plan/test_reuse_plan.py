@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache_core.access.reader import Reader
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.reuse_plan import (
     MAX_ALPHA,
@@ -41,8 +42,14 @@ def plans(draw: st.DrawFn) -> ReusePlan:
     share = draw(st.floats(0, 1))
     domain = draw(text.filter(lambda name: not name.startswith(PLAIN_DOMAIN)))
     alpha, trial = draw(st.none() | st.floats(0, MAX_ALPHA)), draw(st.booleans())
+    digest = st.binary(min_size=16, max_size=16)
     plan = ReusePlan(
-        draw(text), domain, tuple(segments), planned_at_ms, share, alpha=alpha, trial=trial
+        *(draw(text), domain, tuple(segments), planned_at_ms, share),
+        alpha=alpha,
+        trial=trial,
+        reader=draw(st.builds(Reader, digest, digest, st.booleans())),
+        num_head=draw(st.integers(0, 2**16 - 1)),
+        own_head=draw(st.booleans()),
     )
     if trial or draw(st.booleans()):
         return plan
@@ -158,7 +165,7 @@ def test_a_wrong_field_is_named(field: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     ("offset", "value", "named"),
-    [(0, 8, "ragcache.v"), (1, 16, "ragcache.flags"), (1, 1 | 8, "ragcache.flags")],
+    [(0, 8, "ragcache.v"), (1, 64, "ragcache.flags"), (1, 1 | 8, "ragcache.flags")],
 )
 def test_another_version_and_flags_that_no_plan_has_are_refused(
     offset: int, value: int, named: str

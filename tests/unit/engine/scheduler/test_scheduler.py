@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 
+from ragcache_core.access.reader import EVERYONE
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Codec, Miss, Origin, Precision, Provenance, Tier
+from ragcache_core.identity.variant import (
+    Codec,
+    Influence,
+    Miss,
+    Origin,
+    Precision,
+    Provenance,
+    Tier,
+)
 from ragcache_core.plan.prompt import Prompt, plan_compute, plan_exact
 from ragcache_engine.protocol.messages import ComputedRange, LoadOutcome
 from ragcache_engine.scheduler.lookup import LookupExecutor, LookupResult
@@ -192,11 +201,12 @@ def test_a_save_names_its_origin_and_the_deletes_it_knows_of(engine: SchedulerHa
     saves = engine.saves("r", pieces=2)
     chunks = tuple(segment.chunk for segment in plan.segments)
     keys = [job.span.variant for job in saves]
+    influence = Influence(EVERYONE.rights, EVERYONE.key, num_head=1)
     assert [job.origin for job in saves] == [
-        Origin((), None, "tenant"),
-        Origin(chunks[:1], keys[0], "tenant", "c/a"),
-        Origin(chunks[:2], keys[1], "tenant", "c/a"),
-        Origin(chunks[:3], keys[2], "tenant", "c/b"),
+        Origin((), None, "tenant", influence=influence),
+        Origin(chunks[:1], keys[0], "tenant", "c/a", influence=influence),
+        Origin(chunks[:2], keys[1], "tenant", "c/a", influence=influence),
+        Origin(chunks[:3], keys[2], "tenant", "c/b", influence=influence),
     ]
     # So that the save does not undo a delete since the gateway chose the chunks.
     as_of = {shard: replace(one, planned_at_ms=123) for shard, one in AS_OF.items()}

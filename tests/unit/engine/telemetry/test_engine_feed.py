@@ -19,9 +19,9 @@ from ragcache_core.knowledge.node_change import NodeChange, StoredNode
 from ragcache_engine.telemetry import request_records
 from ragcache_engine.telemetry.engine_feed import MAX_SENDERS, EngineFeed
 from ragcache_engine.telemetry.request_records import RequestRecords, serve_records
+from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.clients.feed_client import ENGINE_FEED, SHARD_FEED, FeedClient, FeedNotServed
 from ragcache_wire.feeds.engine_load import from_load_message
-from ragcache_wire.feeds.feed_access import FeedGuard
 from ragcache_wire.v1 import node_feed_pb2 as pb
 from ragcache_wire.watched.signing_keys import SigningKeys
 
@@ -78,6 +78,14 @@ async def test_a_reader_without_the_engines_key_is_refused(tmp_path: Path) -> No
         with pytest.raises(Unauthenticated):
             await anext(refused.watch())
         await refused.close()
+        refused_client = EngineClient(address, keys)
+        for call in (refused_client.costs(), refused_client.request_record("r")):
+            with pytest.raises(Unauthenticated):
+                await call
+        await refused_client.close()
+    client = EngineClient(address, own)
+    assert not (await client.costs()).loads
+    await client.close()
     admitted = FeedClient(address, ENGINE_FEED, own)
     async with aclosing(admitted.watch()) as messages:
         assert (await anext(messages)).snapshot == pb.NodeChanges.BEGIN
@@ -139,8 +147,7 @@ def test_a_reader_gets_the_newest_load_and_not_too_often(
 
     clock = SimpleNamespace(monotonic=lambda: now_s, sleep=sleep)
     monkeypatch.setattr(request_records, "time", clock)
-    guard = FeedGuard(None, "127.0.0.1:1", ENGINE_FEED)
-    servicer = request_records._EngineServicer(RequestRecords(), ReuseCosts(), feed, guard)
+    servicer = request_records._EngineServicer(RequestRecords(), ReuseCosts(), feed)
     messages = servicer._messages(pb.WatchRequest(reader="gateway"), lambda: True)
     begin, end = next(messages), next(messages)
     assert (begin.HasField("load"), end.HasField("load")) == (True, False)

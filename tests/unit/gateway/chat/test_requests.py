@@ -112,6 +112,7 @@ def body_of(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
         ),
         ({"temperature": float("nan")}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1e308}, "max_tokens"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
@@ -426,7 +427,13 @@ def test_the_question_of_an_agents_turn_is_the_users_last_message() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
-    [('{"a": ' * 100 + "1" + "}" * 100, "levels deep"), ('{"a": "\\u0000"}', "NUL character")],
+    [
+        ('{"a": ' * 100 + "1" + "}" * 100, "levels deep"),
+        ("[" * 200, "levels deep"),
+        ("[" * 100_000, "values"),
+        ('{"a": [' + "1," * 5000 + "1]}", "values"),
+        ('{"a": "\\u0000"}', "NUL character"),
+    ],
 )
 def test_arguments_that_no_prompt_can_have_are_refused(arguments: str, problem: str) -> None:
     call = {"id": "c1", "function": {"name": "look", "arguments": arguments}}
@@ -436,7 +443,7 @@ def test_arguments_that_no_prompt_can_have_are_refused(arguments: str, problem: 
     assert caught.value.field.startswith("messages[0].tool_calls[0].function.arguments")
 
 
-@pytest.mark.parametrize("arguments", ["{not json", "[1]", "", None, "[" * 100_000])
+@pytest.mark.parametrize("arguments", ["{not json", "[1]", "", None])
 def test_arguments_that_are_no_object_do_not_end_a_conversation(arguments: object) -> None:
     call = {"id": "c1", "function": {"name": "look", "arguments": arguments}}
     request = read(messages=[{"role": "assistant", "tool_calls": [call]}])

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ragcache_core.access.caller import Scope
-from ragcache_core.access.endpoints import CONSOLE_PATH, is_on_ask_port, needed_scope
+from ragcache_core.access.endpoints import CONSOLE_PATH, allowed_scopes, is_on_ask_port
 from ragcache_core.errors import NotFound
 from ragcache_gateway.console.console_routes import (
     HEADERS,
@@ -60,6 +60,6 @@ async def test_an_unknown_file_is_not_found() -> None:
 
 def test_the_page_needs_no_key_and_is_on_the_admin_port() -> None:
     for path in (CONSOLE_PATH, f"{CONSOLE_PATH}/", f"{CONSOLE_PATH}/main.js"):
-        assert needed_scope(path) is None
+        assert allowed_scopes("GET", path) == ()
         assert not is_on_ask_port(path)
-    assert needed_scope(f"{CONSOLE_PATH}s") is Scope.ADMIN
+    assert allowed_scopes("GET", f"{CONSOLE_PATH}s") == (Scope.ADMIN,)

@@ -51,6 +51,13 @@ class FakeSender:
         self.has_sent.set()
         return 3
 
+    async def deliver(self, deletes: Iterable[pb.OutboxDelete]) -> list[dict[str, int]]:
+        await self.send(deletes)
+        return [{"b": 3}]
+
+    def shards(self) -> tuple[str, ...]:
+        return ("b", "a")
+
     def wake(self) -> None:
         self.is_awake = True
 
@@ -89,7 +96,8 @@ async def test_a_slow_feed_delays_a_write_only_briefly(
 ) -> None:
     monkeypatch.setattr(writer, "CATCH_UP_WAIT_S", 0.01)
     async with asyncio.timeout(60):
-        assert await world.writer.delete("c", "d") == 3
+        deleted = await world.writer.delete("c", "d")
+        assert (deleted.removed, deleted.shards) == (3, (None, 3)), "only b has acknowledged"
         assert (await world.writer.write(pb.Document(collection="c", id="d")))[1] == 3
         await world.writer.put_collection(pb.Collection(name="c"), keep_unset=False)
     assert world.sender.sent == [DELETE, DELETE]

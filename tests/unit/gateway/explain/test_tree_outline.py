@@ -66,7 +66,8 @@ async def test_nodes_have_their_uses_costs_copies_and_names(tree: KnowledgeTree)
             PromptPart(30, 70, "billing.md#1", "billing.md", "Billing", 0, planned(BILLING)),
         )
     )
-    outline = await TreeReader(tree, recent, ManualClock(1000.0)).read(10)
+    reader = TreeReader(tree, recent, ManualClock(1000.0))
+    outline = await reader.read(10, of_any_tenant=True)
     assert outline.total == 3
     head, billing, search = outline.nodes
     assert [(one.parent, one.depth) for one in outline.nodes] == [(None, 0), (0, 1), (0, 1)]
@@ -81,6 +82,12 @@ async def test_nodes_have_their_uses_costs_copies_and_names(tree: KnowledgeTree)
     assert (search.kind, search.chunk, search.cost_ms) == ("unknown", None, None)
     assert search.key == SEARCH.hex()[:16]
     assert [one.exact for one in search.copies] == [False]
+    of_red = await reader.read(10, "red")
+    assert {(one.kind, one.key, one.chunk, one.title) for one in of_red.nodes} == {
+        ("unknown", "", None, None)
+    }, "a tenant learns nothing of the answers of others"
+    of_none = (await reader.read(10)).nodes
+    assert [bool(one.key) for one in of_none] == [True, True, False]
 
 
 async def test_what_is_left_out_is_counted_at_its_parent(tree: KnowledgeTree) -> None:

@@ -166,6 +166,43 @@ def test_prompts_for_search_queries_do_not_hide_a_time(tokenizer: ChatTokenizer)
     assert found == [False, False, False, True]
 
 
+@pytest.mark.parametrize(
+    ("asked", "own_head"),
+    [
+        (Conversation.asking(None, "Why?"), False),
+        (Conversation.asking(DEFAULT_SYSTEM_PROMPT, "Why?"), False),
+        (Conversation.asking("S", "Why?"), True),
+        (Conversation("S", (Turn("user", "Why?"),), layout="documents-first"), False),
+        (Conversation("S, T", (Turn("user", "Why?"),), 1, layout="documents-first"), True),
+    ],
+)
+def test_a_prompt_says_whether_a_request_has_written_what_is_before_its_documents(
+    tokenizer: ChatTokenizer, asked: Conversation, own_head: bool
+) -> None:
+    builder = build(tokenizer)
+    for _ in range(2):
+        assert builder.build(asked, [hit("a", "Alpha.")], 5).prompt.own_head == own_head
+    alone = builder.select_for_text("Why?", [hit("a", "Alpha.")], 5).join()
+    assert not alone.prompt.own_head
+
+
+def test_history_before_the_documents_is_not_the_platforms(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Some templates write the system prompt into the last turn."""
+    template = (
+        "{% for one in messages[1:] %}{% if loop.last %}{{ messages[0].content }}{% endif %}"
+        "<{{ one.role }}>{{ one.content }}{% endfor %}"
+    )
+    builder = build(with_template(tiny_model, tmp_path, template))
+    turns = (Turn("user", "Hello"), Turn("assistant", "Hi"), Turn("user", "Why?"))
+    found = [
+        builder.build(Conversation(None, part), [hit("a", "Alpha.")], 5).prompt.own_head
+        for part in (turns[2:], turns)
+    ]
+    assert found == [False, True]
+
+
 @pytest.mark.parametrize("system", ["S", None])
 def test_without_documents_a_prompt_is_the_template_alone(
     tokenizer: ChatTokenizer, builder: PromptBuilder, system: str | None

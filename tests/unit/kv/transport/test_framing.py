@@ -21,6 +21,7 @@ from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import (
     Codec,
+    Influence,
     Miss,
     Origin,
     Precision,
@@ -65,6 +66,8 @@ infos = st.builds(
 )
 # Seconds are floats of 32 bits in a message.
 seconds = st.floats(0, 1e6, width=32)
+digests = st.just(b"") | st.binary(min_size=16, max_size=16)
+influences = st.builds(Influence, digests, digests, st.integers(0, 4096))
 origins = st.builds(
     Origin,
     prefix_chunks=st.lists(ids, max_size=3).map(tuple),
@@ -72,6 +75,7 @@ origins = st.builds(
     domain=st.text(min_size=1, max_size=20),
     document=names,
     token_s=seconds,
+    influence=influences,
 )
 parts = st.lists(
     st.builds(ValuePart, st.integers(0, 1 << 20), st.integers(0, 2**64 - 1)), min_size=1, max_size=5
@@ -107,6 +111,7 @@ held = st.builds(
     prefix_chunks=st.lists(ids, max_size=3).map(tuple),
     copies=st.lists(names, max_size=3).map(tuple),
     wants_higher_precision=st.booleans(),
+    influence=influences,
 )
 told_misses = st.sampled_from([miss for miss in Miss if miss not in {Miss.TIMED_OUT, Miss.LOST}])
 variants = st.builds(
@@ -270,6 +275,9 @@ MISTAKES: list[tuple[str, Callable[[pb.PutHeader], object]]] = [
     ("header.origin.document", lambda h: setattr(h.origin, "document", "x" * 600)),
     ("header.origin.parent.chunk", lambda h: setattr(h.origin.parent, "chunk", b"x")),
     ("header.origin.prefix_chunks[0]", lambda h: h.origin.prefix_chunks.append(b"x")),
+    ("header.origin.influence.rights", lambda h: setattr(h.origin.influence, "rights", b"x")),
+    ("header.origin.influence.writer", lambda h: setattr(h.origin.influence, "writer", b"x")),
+    ("header.origin.influence.num_head", lambda h: setattr(h.origin.influence, "num_head", 5000)),
     ("header.origin.prefix_chunks", lambda h: h.origin.prefix_chunks.extend([bytes(16)] * 5000)),
     ("header.as_of.store", lambda h: setattr(h.as_of, "store", b"x")),
 ]

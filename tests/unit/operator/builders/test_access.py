@@ -9,18 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.access.caller import Scope
-from ragcache_core.access.key_file import KeyTable, builtin_table, parse_key_file
+from ragcache_core.access.key_file import (
+    KeyTable,
+    builtin_table,
+    collection_caller,
+    parse_key_file,
+)
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.filters import Filter
+from ragcache_gateway.auth.api_keys import signature_check
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.keys import (
     OPERATOR,
-    SYNC,
     ComponentKeys,
     api_key_secret,
     api_key_secret_name,
-    sync_secret,
-    sync_variable,
 )
 from ragcache_operator.builders.placement import ClusterPlacement
 from tests.kit.operator import (
@@ -74,6 +77,7 @@ def test_the_gateway_accepts_the_operators_own_keys() -> None:
     cache = make_cache()
     env = env_of(build_children(cache, site_of(cache)), "gateway")
     hashes = dict(part.split("=", 1) for part in env["RAGCACHE_BUILTIN_KEYS"].split(","))
+    del hashes["sync"]
     assert builtin_table(hashes).find(KEYS.key(OPERATOR, UID)) is not None
 
 
@@ -90,25 +94,22 @@ def test_only_an_explicit_false_opens_the_gateway() -> None:
 
 
 @given(first=st.text(max_size=40), second=st.text(max_size=40))
-def test_each_ragcache_and_each_client_has_a_key_of_its_own(first: str, second: str) -> None:
-    keys = {KEYS.key(client, uid) for client in (OPERATOR, SYNC) for uid in (first, second)}
-    assert len(keys) == (2 if first == second else 4)
+def test_each_ragcache_has_keys_of_its_own(first: str, second: str) -> None:
+    keys = {KEYS.key(OPERATOR, uid) for uid in (first, second)}
+    assert len(keys) == (1 if first == second else 2)
+    signed = {KEYS.collection_key("faq", uid) for uid in (first, second)}
+    assert len(signed) == len(keys)
 
 
-def test_a_sync_gets_its_key_from_a_secret_named_by_the_key() -> None:
-    cache = make_cache()
-    site = site_of(cache)
-    made = sync_secret(cache, site, KEYS)
-    variable = sync_variable(cache, site, KEYS)
-    reference = variable["valueFrom"]["secretKeyRef"]
-    assert made["metadata"]["name"] == reference["name"]
-    key = made["stringData"][reference["key"]]
+def test_the_gateway_accepts_a_key_of_its_ragcaches_collection() -> None:
     hashes = dict(part.split("=", 1) for part in KEYS.hashes(UID).split(","))
-    caller = builtin_table(hashes).find(key)
+    check = signature_check(hashes["sync"])
+    caller = collection_caller(KEYS.collection_key("faq", UID), check)
     assert caller is not None
-    assert caller.scopes == {Scope.WRITE}
-    rotated = sync_secret(cache, site, ComponentKeys(bytes(32)))
-    assert rotated["metadata"]["name"] != made["metadata"]["name"]
+    assert caller.collections == ("faq",)
+    assert collection_caller(KEYS.collection_key("faq", "other"), check) is None
+    with pytest.raises(InvalidInput, match="no public key"):
+        signature_check(hashes["sync"].replace("ed25519", "sha256"))
 
 
 def test_a_root_key_is_long_and_never_shown() -> None:

@@ -26,6 +26,7 @@ from tests.kit.operator import build, container_of, make_cache
 EVERYTHING: dict[str, Any] = {
     "model": {"name": "m"},
     "gateway": {
+        "audit": {"claim": "audit", "maxSize": "2Gi"},
         "allowedOrigins": ["*"],
         "maxDisplacement": 3,
         "slo": {"firstTokenMilliseconds": 2000, "nextTokenMilliseconds": 100},

@@ -12,9 +12,11 @@ import pytest
 import yaml
 from hypothesis import given
 
+from ragcache_operator.builders import network_policy
 from ragcache_operator.builders.autoscaling import REPLICA_RANGE
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.metadata import SYNC_COMPONENT, labels
+from ragcache_operator.builders.placement import ClusterPlacement
 from tests.kit.operator import (
     NAMESPACE,
     OPERATOR_NAMESPACE,
@@ -107,8 +109,11 @@ def _peer_matches(peer: Object, namespace: str, other: Peer) -> bool:
     if "ipBlock" in peer:
         if not isinstance(other, Outside):
             return False
-        network = ipaddress.ip_network(peer["ipBlock"]["cidr"])
-        return ipaddress.ip_address(other.address) in network
+        address, block = ipaddress.ip_address(other.address), peer["ipBlock"]
+        closed = map(ipaddress.ip_network, block.get("except", ()))
+        return address in ipaddress.ip_network(block["cidr"]) and not any(
+            address in one for one in closed
+        )
     if not isinstance(other, Pod):
         return False
     if "namespaceSelector" in peer:
@@ -149,7 +154,6 @@ INSIDE: set[tuple[str, str, int]] = {
     ("sync", "gateway", 8001),
     ("operator", "gateway", 8001),
     ("operator", "retriever", 8081),
-    ("operator", "retriever", 50051),
     ("operator", "engine-a", 8000),
     ("operator", "engine-b", 8000),
     *(("operator", shard, 8081) for shard in SHARDS),
@@ -187,8 +191,9 @@ def edges(children: list[Object]) -> set[tuple[str, str, int]]:
 
 
 def expected(*also: set[tuple[str, str, int]]) -> set[tuple[str, str, int]]:
-    # A sync pod may connect to any server that accepts it.
-    sources = {("sync", other.name, port) for other in OTHERS for port in PORTS}
+    # A sync pod may connect to any public server.
+    sources = {("sync", WORLD.name, port) for port in PORTS}
+    sources |= {("sync", other.name, 53) for other in OTHERS}
     return INSIDE.union(DNS_EDGES, sources, *also)
 
 
@@ -196,10 +201,21 @@ ADMINS = {("neighbour", "gateway", 8001), ("other-sync", "gateway", 8001)}
 """Pods of the namespace, which reach the second port by default."""
 EVERYONE = {
     *((other.name, "gateway", 8000) for other in OTHERS),
-    *(("sync", "gateway", 8000), ("operator", "gateway", 8000)),
+    ("operator", "gateway", 8000),
     *ADMINS,
 }
 ENGINES = [{"name": "a"}, {"name": "b"}]
+
+
+@pytest.mark.parametrize("address", ["169.254.169.254", "10.0.0.7", "fd00:ec2::254", "127.0.0.1"])
+def test_a_sync_reaches_inside_addresses_only_if_the_operator_allows_some(address: str) -> None:
+    inside = Outside("inside", address)
+    policies = kinds_of(children_of(make_cache()), "NetworkPolicy")
+    assert not may_talk(policies, SYNC_POD, inside, 80)
+    assert may_talk(policies, SYNC_POD, WORLD, 443)
+    placement = ClusterPlacement(make_cache(), "1", source_networks=("10.0.0.0/8",))
+    opened = network_policy.build(make_cache(), placement)
+    assert may_talk(opened, SYNC_POD, inside, 80)
 
 
 def test_by_default_only_the_gateway_is_open_to_everyone() -> None:

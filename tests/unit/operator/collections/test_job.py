@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ragcache_operator.collections.job import (
     SyncTarget,
     format_time,
     is_removal,
+    key_secret,
     parse_time,
     read_job,
     removal_job,
@@ -136,8 +138,34 @@ def test_tokens_are_references_and_never_values() -> None:
         "key": "bearer",
         "optional": True,
     }
+    hosts = variables["RAGCACHE_SOURCE_2_HOSTS"]["valueFrom"]["secretKeyRef"]
+    assert (hosts["name"], hosts["key"]) == ("web", "ragcache-hosts")
     reference = variables["RAGCACHE_SOURCE_3_TOKEN"]["valueFrom"]["secretKeyRef"]
     assert reference == {"name": "git", "key": "token", "optional": True}
+
+
+def test_a_sync_gets_the_key_of_its_collection_from_a_secret_of_its_own() -> None:
+    target = replace(target_of(collection(), make_cache()), key="rck-sync.faq.x")
+    made = key_secret(target)
+    kubernetes_validate.validate(made, "1.37", strict=True)
+    assert made["stringData"] == {"key": "rck-sync.faq.x"}
+    [owner] = made["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["uid"]) == ("RagCollection", "uid-1")
+    [reference] = [
+        one["valueFrom"]["secretKeyRef"]
+        for one in container(removal_job(target))["env"]
+        if one["name"] == "RAGCACHE_API_KEY"
+    ]
+    assert reference == {"name": made["metadata"]["name"], "key": "key"}
+    names = {key_secret(replace(target, key=key))["metadata"]["name"] for key in ("a", "b")}
+    assert len(names) == 2
+
+
+def test_only_networks_of_the_operator_are_allowed() -> None:
+    target = replace(target_of(collection(), make_cache()), allowed_networks=("10.1.0.0/16",))
+    made = sync_job(target, Revision("a", "b"), 0, "", 1.0, ())
+    assert "--allow-network=10.1.0.0/16" in container(made)["args"]
+    assert not any("--allow" in argument for argument in container(job())["args"])
 
 
 def test_pods_follow_the_template_of_the_cache() -> None:

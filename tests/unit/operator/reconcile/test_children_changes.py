@@ -16,6 +16,7 @@ from tests.kit.operator import Object, build, workloads_of
 WHOLE: Object = {
     "model": {"source": "hf:a/b", "tokenSecret": {"name": "one"}},
     "gateway": {
+        "audit": {"claim": "audit"},
         "autoscaling": {"maxReplicas": 4},
         "ingress": {"host": "a.example.com"},
     },
@@ -53,7 +54,7 @@ PART_POLICIES = " ".join(
     f"NetworkPolicy/{part}" for part in ("gateway", "retriever", "engine", "cachestore")
 )
 HUB_POLICIES = "NetworkPolicy/gateway NetworkPolicy/retriever NetworkPolicy/engine"
-PROXY_POLICIES = f"{HUB_POLICIES} NetworkPolicy/cachestore"
+PROXY_POLICIES = f"{HUB_POLICIES} NetworkPolicy/cachestore NetworkPolicy/sync"
 
 # Field: its new value, the workloads that roll out, the other children that change.
 CHANGES: dict[str, tuple[Any, str, str]] = {
@@ -77,6 +78,8 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "gateway.layout": ("documents-first", GATEWAY, ""),
     "gateway.rewrite": ("model", GATEWAY, ""),
     "gateway.speculation": ("auto", GATEWAY, ""),
+    "gateway.audit.claim": ("other", GATEWAY, ""),
+    "gateway.audit.maxSize": ("2Gi", GATEWAY, ""),
     "gateway.console": ("off", GATEWAY, ""),
     "gateway.slo.firstTokenMilliseconds": (900, GATEWAY, ""),
     "gateway.slo.nextTokenMilliseconds": (90, GATEWAY, ""),

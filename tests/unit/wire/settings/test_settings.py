@@ -114,7 +114,14 @@ WRONG: dict[type[ServiceSettings], dict[str, list[str]]] = {
         "health_listen": ["8081"],
         "data_dir": [""],
         "model": [" "],
-        "embedder": ["minilm", "bundled:minilm", "path:models/e5", "hf:a/b/c", "hf:../b"],
+        "embedder": [
+            "minilm",
+            "bundled:minilm",
+            "path:models/e5",
+            "hf:a/b/c",
+            "hf:../b",
+            "hf:a/b@main",
+        ],
         "embedder_threads": ["0", "many"],
         "reranker": ["bundled"],
         "chunk_tokens": ["-1"],
@@ -407,7 +414,9 @@ def test_an_endpoint() -> None:
     assert "secret" not in repr(settings)
 
 
-@pytest.mark.parametrize("source", ["path:/models/e5", "hf:intfloat/e5-small-v2", "hf:e5"])
+@pytest.mark.parametrize(
+    "source", ["path:/models/e5", "hf:intfloat/e5-small-v2", "hf:e5", f"hf:a/b@{40 * '0'}"]
+)
 def test_a_model_of_a_folder_or_of_the_hub_needs_no_name(source: str) -> None:
     settings = read(RetrieverSettings, RAGCACHE_EMBEDDER=source)
     assert settings.embedder == source

@@ -96,6 +96,30 @@ SLOW_HEADERS: Final = counter(
     "{connection}",
     "Connections that were closed because the header of a request took too long.",
 )
+READER_PROTECTIONS: Final = gauge(
+    "ragcache.gateway.reader_protections",
+    "1",
+    "Whether the processes that read documents run with a protection, 1 or 0: landlock keeps them "
+    "from the files of the gateway, seccomp from the network and from other programs.",
+    one_of("protection", "landlock", "seccomp"),
+)
+AUDIT_EVENTS: Final = counter(
+    "ragcache.gateway.audit_events",
+    "{event}",
+    "Events of the audit log. left_out: refused requests of a source that had too many, which a "
+    "later line counts; lost: they found no room while the log could not be written.",
+    one_of("outcome", "recorded", "left_out", "lost"),
+)
+AUDIT_FAILING: Final = gauge(
+    "ragcache.gateway.audit_failing",
+    "1",
+    "1 while the audit log cannot be written, and the gateway changes no documents.",
+)
+KEYS_STALE: Final = gauge(
+    "ragcache.gateway.keys_stale",
+    "1",
+    "1 while the file of API keys is missing or wrong, and the keys before it stay in use.",
+)
 CLIENT_DISCONNECTS: Final = counter(
     "ragcache.gateway.client_disconnects",
     "{request}",

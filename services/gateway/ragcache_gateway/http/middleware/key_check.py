@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as AsgiScope
 
-from ragcache_core.access.caller import ANYONE, Caller
-from ragcache_core.access.endpoints import is_on_ask_port, needed_scope
+from ragcache_core.access.caller import ANYONE, Caller, Scope
+from ragcache_core.access.endpoints import allowed_scopes, is_on_ask_port
+from ragcache_core.access.server_names import ServerNames
 from ragcache_core.errors import NotFound, RagCacheError
+from ragcache_gateway.audit.notes import note_caller, note_unknown_key
 from ragcache_gateway.auth.api_keys import ApiKeys
 from ragcache_gateway.http.errors import MissingScope, NotAuthenticated, response_to
+from ragcache_gateway.shown_address import AddressView, viewing
 
 CALLER: Final = "caller"
 """Name of the caller in a request's state."""
@@ -48,13 +52,15 @@ class KeyCheck:
 
     Args:
         keys: None: requests need no key, and every caller may do everything.
+        names: Of servers, for callers that may not see addresses.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys | None) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys | None, names: ServerNames) -> None:
         self._app = app
         self._keys = keys
+        self._views = {shows: AddressView(names, shows) for shows in (False, True)}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -68,25 +74,29 @@ class KeyCheck:
             (name, value) for name, value in scope["headers"] if name not in IDENTITY_HEADERS
         ]
         scope.setdefault("state", {})[CALLER] = caller
-        await self._app(scope, receive, send)
+        with viewing(self._views[caller.may(Scope.ADMIN)]):
+            await self._app(scope, receive, send)
 
-    def _caller_of(self, scope: Scope) -> Caller:
+    def _caller_of(self, scope: AsgiScope) -> Caller:
         """Return the caller of a request. Raises NotAuthenticated or MissingScope."""
-        needed = needed_scope(scope["path"])
-        if self._keys is None or needed is None:
+        allowed = allowed_scopes(scope["method"], scope["path"])
+        if self._keys is None or not allowed:
+            note_caller(ANYONE)
             return ANYONE
         key = _key_of(scope)
         if key is None:
             raise NotAuthenticated("is missing")
         caller = self._keys.find(key)
         if caller is None:
+            note_unknown_key(key)
             raise NotAuthenticated("is not known")
-        if not caller.may(needed):
-            raise MissingScope(caller.name, needed)
+        note_caller(caller)
+        if not caller.may(*allowed):
+            raise MissingScope(caller.name, allowed)
         return caller
 
 
-def _key_of(scope: Scope) -> str | None:
+def _key_of(scope: AsgiScope) -> str | None:
     """Return the key that a request sends: as OpenAI's clients do, or as Azure's do."""
     headers: dict[bytes, bytes] = dict(scope["headers"])
     scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
@@ -111,7 +121,7 @@ class PortGuard:
         self._app = app
         self._admin_port = admin_port
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
         if scope["type"] == "http" and not is_on_ask_port(scope["path"]):
             _, port = scope.get("server") or ("", None)

@@ -7,19 +7,18 @@ a question in time is decided in ``admission``.
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Final
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragcache_core.access.caller import Caller
+from ragcache_core.access.caller import ANYONE, Caller
 from ragcache_core.access.endpoints import is_console_path
-from ragcache_core.cost.retry_after import SlotForecast
 from ragcache_core.scheduling.admission import RefusalCode
-from ragcache_core.scheduling.fair_share import may_enter
+from ragcache_core.scheduling.fair_share import Shares, may_enter
+from ragcache_gateway.admission.held_slots import HeldSlots
 from ragcache_gateway.admission.quotas import Quotas, current
 from ragcache_gateway.admission.refusal import Refused
 from ragcache_gateway.http.errors import response_to
@@ -59,8 +58,8 @@ RESTORE_PATH: Final = "/v1/restore"
 STREAMED_PATHS: Final = frozenset({BATCH_PATH, RESTORE_PATH})
 """Paths whose bodies are read piece by piece and may have any size."""
 
-Weights = Callable[[], Mapping[str | None, float]]
-"""Returns weights by tenant; None: that of all callers without a tenant."""
+TenantShares = Callable[[], Shares[str | None]]
+"""Returns the shares by tenant; None: that of all callers without a tenant."""
 
 BATCH_MEMORY: Final = 2
 """Largest documents that a batch has in memory: one that arrives, and as much in work."""
@@ -73,7 +72,7 @@ class RequestPool:
         name: What the requests ask for, in messages and as the label of the metric.
         max_requests: Returns the most requests at once, which may change; None: not limited.
         max_body_bytes: Most bytes of all bodies in memory at once.
-        weights: Returns the weights of the tenants that may share the pool.
+        shares: Returns the shares of the tenants that may use the pool.
     """
 
     def __init__(
@@ -82,92 +81,108 @@ class RequestPool:
         max_requests: Callable[[], int] | None,
         max_body_bytes: int,
         metrics: Metrics,
-        weights: Weights,
+        shares: TenantShares,
     ) -> None:
         self._name = name
-        self._weights = weights
+        self._shares = shares
         self._max_requests = max_requests
         self._free_body_bytes = max_body_bytes
         self._gauge = metrics.in_flight.labels(name)
-        self._forecast = SlotForecast()
-        self._held: Counter[str | None] = Counter()  # slots by tenant
-        self._num_requests = 0
-        self._sum_started = 0.0
+        self._counts: Counter[str | None] = Counter()  # slots by tenant
+        self._held: defaultdict[str | None, HeldSlots] = defaultdict(HeldSlots)
+        self._all = HeldSlots()
+        self._body_bytes: Counter[str] = Counter()  # by the name of the key
 
     def enter(self, tenant: str | None) -> float:
-        """Take a slot; return the time at which it was taken.
+        """Take a slot; return the time at which it was taken. Raises what ``check`` raises."""
+        self.check(tenant)
+        self._all.take()
+        started = self._held[tenant].take()
+        self._counts[tenant] += 1
+        self._gauge.set(self._counts.total())
+        return started
 
-        Raises Refused if the pool is full, or so full that its last slots are for tenants below
-        their share.
+    def check(self, tenant: str | None) -> None:
+        """Refuse a request that finds no slot now.
+
+        Raises Refused if the pool is full, or so full that its last slots are for other tenants.
         """
-        now = time.monotonic()
-        if self._max_requests is not None and not may_enter(
-            tenant, self._held, self._weights(), self._max_requests()
+        if self._max_requests is None or may_enter(
+            tenant, self._counts, self._shares(), self._max_requests()
         ):
-            requests, whose = f"{self._num_requests} {self._name} requests", ""
-            if self._held.total() > (own := self._held[tenant]):
-                whose = "callers without a tenant" if tenant is None else f"tenant {tenant!r}"
-                whose = f", {own} of them by {whose}"
-            raise self._full(requests, now, whose)
-        self._held[tenant] += 1
-        self._count(1, now)
-        return now
+            return
+        total, whose = self._counts.total(), ""
+        if total > (own := self._counts[tenant]):
+            whose = "callers without a tenant" if tenant is None else f"tenant {tenant!r}"
+            whose = f", {own} of them by {whose}"
+        raise self._full(f"{total} {self._name} requests", tenant, whose)
 
     def leave(self, tenant: str | None, started: float) -> None:
         """Return the slot that was taken at this time."""
-        self._held[tenant] -= 1
-        if not self._held[tenant]:
-            del self._held[tenant]
-        self._count(-1, -started)
-        now = time.monotonic()
-        self._forecast.record(now, now - started)
+        self._held[tenant].give_back(started)
+        self._all.give_back(started)
+        self._counts[tenant] -= 1
+        if not self._counts[tenant]:
+            del self._counts[tenant]
+        self._gauge.set(self._counts.total())
 
-    def take_body_bytes(self, num_bytes: int) -> None:
-        """Take memory for a part of a body. Raises Refused."""
-        if num_bytes > self._free_body_bytes:
-            raise self._full(f"too many large {self._name} requests", time.monotonic())
+    def take_body_bytes(self, caller: Caller, num_bytes: int) -> None:
+        """Take memory for a part of a body.
+
+        A key gets at most as much as it leaves free, so that no key takes the memory of all others.
+        Source: dynamic thresholds (Choudhury and Hahne, IEEE/ACM Transactions on Networking 1998).
+
+        Raises:
+            Refused: There is not as much, or the key has its part.
+        """
+        taken = self._body_bytes[caller.name] + num_bytes
+        free = self._free_body_bytes
+        if num_bytes > free or (caller is not ANYONE and taken > free):
+            raise self._full(f"too many large {self._name} requests", caller.tenant)
+        self._body_bytes[caller.name] = taken
         self._free_body_bytes -= num_bytes
 
-    def return_body_bytes(self, num_bytes: int) -> None:
+    def return_body_bytes(self, caller: Caller, num_bytes: int) -> None:
         """Return the memory of a body."""
+        self._body_bytes[caller.name] -= num_bytes
+        if not self._body_bytes[caller.name]:
+            del self._body_bytes[caller.name]
         self._free_body_bytes += num_bytes
 
-    def _count(self, requests: int, started: float) -> None:
-        self._num_requests += requests
-        self._sum_started = self._sum_started + started if self._num_requests else 0.0
-        self._gauge.set(self._num_requests)
-
-    def _full(self, requests: str, now: float, whose: str = "") -> Refused:
-        count = self._num_requests
-        mean_age_s = now - self._sum_started / count if count else 0.0
-        wait_s = self._forecast.promise_slot_s(now, count, mean_age_s)
+    def _full(self, requests: str, tenant: str | None, whose: str = "") -> Refused:
+        """Refuse until the tenant's own requests have freed a slot; if it has none, until any."""
         problem = f"{requests} are in flight already{whose}; try again"
-        return Refused(RefusalCode.POOL_FULL, problem, wait_s)
+        held = self._held[tenant] if self._counts[tenant] else self._all
+        return Refused(RefusalCode.POOL_FULL, problem, held.promise_s())
 
 
 class RequestPools:
     """The pools of one gateway. Each has its own memory for bodies.
 
     Args:
-        weights: Returns the weights of the tenants that may share the pools.
+        shares: Returns the shares of the tenants that may use the pools.
     """
 
     def __init__(
-        self, settings: GatewaySettings, limits: Limits, metrics: Metrics, weights: Weights
+        self, settings: GatewaySettings, limits: Limits, metrics: Metrics, shares: TenantShares
     ) -> None:
         body_bytes = settings.bodies_max_bytes
         self._questions = RequestPool(
-            "question", lambda: limits.current().questions, body_bytes, metrics, weights
+            "question", lambda: limits.current().questions, body_bytes, metrics, shares
         )
         self._documents = RequestPool(
-            "document", lambda: limits.current().document_requests, body_bytes, metrics, weights
+            "document", lambda: limits.current().document_requests, body_bytes, metrics, shares
         )
         num_batches = max(1, body_bytes // (BATCH_MEMORY * settings.body_max_bytes))
-        self._batches = RequestPool("batch", lambda: num_batches, body_bytes, metrics, weights)
+        self._batches = RequestPool("batch", lambda: num_batches, body_bytes, metrics, shares)
         # Two copies at once would only take turns at the disk.
-        self._copies = RequestPool("backup", lambda: 1, settings.body_max_bytes, metrics, weights)
+        self._copies = RequestPool("backup", lambda: 1, settings.body_max_bytes, metrics, shares)
         # Nothing reads the bodies of these requests.
-        self._status = RequestPool("status", None, settings.body_max_bytes, metrics, weights)
+        self._status = RequestPool("status", None, settings.body_max_bytes, metrics, shares)
+
+    def is_limited(self, path: str) -> bool:
+        """Whether the requests of a path may be refused."""
+        return self.of(path) is not self._status
 
     def of(self, path: str) -> RequestPool:
         """Return the pool of a request."""
@@ -199,7 +214,7 @@ class RequestLimit:
         pool = self._pools.of(scope["path"])
         caller: Caller = scope["state"][CALLER]
         try:
-            started = pool.enter(caller.tenant)
+            started = pool.enter(caller.tenant)  # the last slot may have gone since the check
         except Refused as error:
             await self._refuse(error, scope, receive, send)
             return

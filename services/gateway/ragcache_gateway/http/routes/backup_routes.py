@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 
 from ragcache_core.documents.backup_file import BackupReader, BackupWriter
 from ragcache_core.errors import RagCacheError
+from ragcache_gateway.audit.notes import note_counts
 from ragcache_gateway.http.disconnect import ClientDisconnected, receive_piece
 from ragcache_gateway.http.middleware.request_pools import BACKUP_PATH, RESTORE_PATH
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
@@ -68,7 +69,9 @@ async def restore(request: Request, services: Services) -> Restored:
     file = _UploadedBackup(request, services.settings.body_timeout_s)
     restoring = asyncio.ensure_future(services.documents.restore(file.parts()))
     try:
-        return Restored(documents=await restoring)
+        documents = await restoring
+        note_counts(restored=documents)
+        return Restored(documents=documents)
     except (asyncio.CancelledError, RagCacheError):
         # An error of the file cancels the call, which then tells nothing of the cause.
         if file.error is not None:

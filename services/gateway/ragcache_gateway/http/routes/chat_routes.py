@@ -22,6 +22,7 @@ from ragcache_gateway.http.answer_stream import STAGE_EVENT, write_answer, write
 from ragcache_gateway.http.client_writer import TokenStream
 from ragcache_gateway.http.deadline_header import DeadlineHeader
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
+from ragcache_gateway.http.json_body import JsonRoute
 from ragcache_gateway.http.openapi import ANSWER_ERRORS, ERRORS, UPSTREAM_ERRORS, event_schema
 from ragcache_gateway.http.routes.embedding_routes import EMBEDDER, RERANKER
 from ragcache_gateway.http.services import Asking, GatewayServices, Services
@@ -38,7 +39,7 @@ QUALITY_HEADER = "X-RagCache-Quality"
 REUSE_HEADER = "X-RagCache-Reuse"
 """exact if a question asked for a blend and the quality gate refused it, otherwise blend."""
 
-router = APIRouter(tags=["answers"], responses=ERRORS)
+router = APIRouter(route_class=JsonRoute, tags=["answers"], responses=ERRORS)
 
 _STARTED = int(time.time())
 

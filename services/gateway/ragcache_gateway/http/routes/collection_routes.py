@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from ragcache_gateway.audit.notes import note_counts
 from ragcache_gateway.documents.schema import (
     CollectionDeleted,
     CollectionIn,
@@ -11,11 +12,14 @@ from ragcache_gateway.documents.schema import (
     CollectionOut,
     collection_out,
 )
+from ragcache_gateway.http.json_body import JsonRoute
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import Asking, Services
 from ragcache_wire.rest_fields.fields import Text
 
-router = APIRouter(tags=["collections"], responses={**ERRORS, **UPSTREAM_ERRORS})
+router = APIRouter(
+    route_class=JsonRoute, tags=["collections"], responses={**ERRORS, **UPSTREAM_ERRORS}
+)
 
 
 @router.get("/v1/collections", summary="List collections")
@@ -62,4 +66,5 @@ async def delete_collection(name: Text, services: Services, caller: Asking) -> C
     """Delete the documents and the stored KV of their chunks."""
     caller.check_collection(name)
     documents, removed = await services.documents.delete_collection(name)
+    note_counts(deleted=documents)
     return CollectionDeleted(name=name, documents=documents, removed_variants=removed)

@@ -9,9 +9,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from ragcache_core.documents.formats import FORMAT_OF_SUFFIX, DocumentFormat
+from ragcache_gateway.audit.notes import note_collection, note_counts, note_documents
+from ragcache_gateway.documents.erasure import (
+    DocumentDeleted,
+    make_receipt,
+)
 from ragcache_gateway.documents.schema import (
     MAX_PAGE,
-    DocumentDeleted,
     DocumentList,
     DocumentOut,
     DocumentWritten,
@@ -96,6 +100,7 @@ async def put_document(
 ) -> DocumentWritten:
     """The document is durable and searchable when this answers. An unchanged one is kept as is."""
     document = await read_document(request, collection)
+    note_documents(document.fields.collection, [document.fields.id])
     caller.check_collection(document.fields.collection)
     read = await cancel_on_disconnect(request.receive, document.read(services.extractor))
     reply, removed = await services.documents.write(read.message)
@@ -153,6 +158,7 @@ async def put_documents(
 
     The batch stops when the client disconnects; what is done stays.
     """
+    note_collection(collection)
     caller.check_collection(collection)
     settings = services.settings
     content_type = request.headers.get("content-type", "")
@@ -188,8 +194,10 @@ async def list_documents(
     after: Annotated[Text, Query(description="`next` of the previous page.")] = "",
 ) -> DocumentList:
     """Return one page of documents without their text, by id."""
+    note_collection(collection)
     caller.check_collection(collection)
     reply = await services.retriever.list_documents(collection, limit, after)
+    note_counts(listed=len(reply.documents))
     return DocumentList(
         data=[document_info(document) for document in reply.documents],
         has_more=bool(reply.next_page_token),
@@ -205,6 +213,7 @@ async def get_document(
     collection: CollectionName = "default",
 ) -> DocumentOut:
     """Return a document with its text."""
+    note_documents(collection, [id])
     caller.check_collection(collection)
     document = await services.retriever.get_document(collection, id)
     return DocumentOut(**document_info(document).model_dump(), text=document.text)
@@ -218,6 +227,12 @@ async def delete_document(
     collection: CollectionName = "default",
 ) -> DocumentDeleted:
     """Delete a document and the stored KV of its chunks."""
+    note_documents(collection, [id])
     caller.check_collection(collection)
-    removed = await services.documents.delete(collection, id)
-    return DocumentDeleted(collection=collection, id=id, removed_variants=removed)
+    deleted = await services.documents.delete(collection, id)
+    return DocumentDeleted(
+        collection=collection,
+        id=id,
+        removed_variants=deleted.removed,
+        receipt=make_receipt(collection, id, deleted, services.platform_keys),
+    )

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, Tag
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge
 from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
+from ragcache_gateway.http.json_body import JsonRoute
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.services import GatewayServices, Services
 from ragcache_gateway.telemetry.spans import record_reading
@@ -26,7 +27,9 @@ RERANKER = "ragcache-reranker"
 MAX_EMBEDDED = 2048
 MAX_SCORED = 1000
 
-router = APIRouter(tags=["embeddings"], responses={**ERRORS, **UPSTREAM_ERRORS})
+router = APIRouter(
+    route_class=JsonRoute, tags=["embeddings"], responses={**ERRORS, **UPSTREAM_ERRORS}
+)
 
 
 def _tag(value: object) -> str | None:

@@ -16,6 +16,7 @@ from ragcache_gateway.http.client_writer import TokenStream
 from ragcache_gateway.http.deadline_header import DeadlineHeader
 from ragcache_gateway.http.disconnect import cancel_on_disconnect
 from ragcache_gateway.http.errors import validate
+from ragcache_gateway.http.json_body import JsonRoute
 from ragcache_gateway.http.openapi import ANSWER_ERRORS, ERRORS
 from ragcache_gateway.http.services import Asking, Services
 from ragcache_gateway.pipeline.account import complete
@@ -23,7 +24,7 @@ from ragcache_gateway.pipeline.steps import start_answer
 from ragcache_gateway.responses.request_schema import ResponseRequest
 from ragcache_gateway.responses.response_object import ResponseObject, response_of
 
-router = APIRouter(tags=["answers"], responses=ERRORS)
+router = APIRouter(route_class=JsonRoute, tags=["answers"], responses=ERRORS)
 
 
 @router.post(

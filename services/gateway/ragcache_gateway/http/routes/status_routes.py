@@ -9,19 +9,22 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, Field
 
+from ragcache_core.access.caller import Scope
 from ragcache_core.errors import Unavailable
 from ragcache_core.quality.report import Verdict
 from ragcache_gateway.explain.tree_outline import DEFAULT_OUTLINED, MAX_OUTLINED, TreeOutline
 from ragcache_gateway.http.component_watch import Answering, NotAnswering, not_ready_message
 from ragcache_gateway.http.errors import ErrorDetail, retry_headers
+from ragcache_gateway.http.json_body import JsonRoute
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
 from ragcache_gateway.http.server import Drain
-from ragcache_gateway.http.services import GatewayServices, Services
+from ragcache_gateway.http.services import Asking, GatewayServices, Services
 from ragcache_gateway.pipeline.chat_services import ChatServices
+from ragcache_gateway.shown_address import shown
 from ragcache_gateway.telemetry.cache import CacheSummary, summarize_cache
 from ragcache_wire.telemetry.metric_registry import exposition
 
-router = APIRouter(tags=["status"])
+router = APIRouter(route_class=JsonRoute, tags=["status"])
 
 
 class Alive(BaseModel):
@@ -88,7 +91,7 @@ async def status(services: Services) -> Response | Answering:
     if problem is None:
         return Answering(parts=parts)
     error = ErrorDetail(
-        message=problem, type="service_unavailable_error", param=None, code="not_ready"
+        message=shown(problem), type="service_unavailable_error", param=None, code="not_ready"
     )
     body = NotAnswering(error=error, parts=parts)
     return JSONResponse(body.model_dump(), 503, retry_headers(watch.longest_recovery_s))
@@ -162,6 +165,13 @@ MaxNodes = Annotated[int, Query(ge=1, le=MAX_OUTLINED, description="Most nodes t
     summary="The most used chunks, and in which tiers their KV is",
     responses=ERRORS,
 )
-async def cache_tree(services: Services, limit: MaxNodes = DEFAULT_OUTLINED) -> TreeOutline:
-    """Return the hottest nodes of this gateway's knowledge tree, with all nodes before them."""
-    return await services.tree_reader.read(limit)
+async def cache_tree(
+    services: Services, caller: Asking, limit: MaxNodes = DEFAULT_OUTLINED
+) -> TreeOutline:
+    """Return the hottest nodes of this gateway's knowledge tree, with all nodes before them.
+
+    Without the scope admin, only nodes of the caller's own tenant have a name and a key.
+    """
+    return await services.tree_reader.read(
+        limit, caller.tenant, of_any_tenant=caller.may(Scope.ADMIN)
+    )

@@ -21,6 +21,7 @@ import psycopg
 from typing_extensions import override
 
 from ragcache_core.errors import Unavailable
+from ragcache_core.retrieval.lexical.allowed_scores import LENGTH_SHARE, SATURATION
 from ragcache_core.retrieval.lexical.terms import terms_of
 from ragcache_core.retrieval.lexical.word_choice import choose_words, word_weight
 from ragcache_retriever.search.lexical import HEADINGS_WEIGHT, TEXT_WEIGHT, TITLE_WEIGHT
@@ -30,9 +31,6 @@ from ragcache_retriever.store.postgres.database import Connection, PostgresDatab
 from ragcache_retriever.store.postgres.schema import postings_table
 from ragcache_retriever.store.records import LexicalHit, Rows
 from ragcache_retriever.store.word_frequencies import WordFrequencies, most_counted
-
-SATURATION, LENGTH_SHARE = 1.2, 0.75
-"""k1 and b of BM25, as in FTS5."""
 
 LIMIT_S = 1.0
 """Longest time of a search. Words of a large collection that many chunks have take longer."""
@@ -44,12 +42,16 @@ TEXTS_AT_ONCE = 256
 """Chunks of one statement. A character of Chinese is two terms, and each takes 100 bytes here."""
 
 _ASKED = """
-SELECT num_chunks, num_words,
+SELECT num_chunks, num_words, size_tokens,
     ARRAY(SELECT DISTINCT (ts_lexize('ragcache_stems', word))[1]
         FROM unnest(%s::text[]) AS word WHERE ts_lexize('ragcache_stems', word) != '{}')
 FROM generations WHERE row = %s
 """
 _COUNT = "SELECT count(*) FROM (SELECT 1 FROM {table} WHERE word = %s LIMIT %s) AS counted"
+_COUNT_ALLOWED = """
+SELECT word, count(*) FROM {table}
+WHERE word = ANY(%s::text[]) AND row IN (SELECT unnest(%s::bigint[])) GROUP BY word
+"""
 # "OFFSET 0" keeps PostgreSQL from joining earlier: it would look up each of many rows.
 _HITS = """
 WITH found AS MATERIALIZED (
@@ -192,7 +194,7 @@ class PostgresLexical(LexicalTables):
         sized = connection.execute(_ASKED, (list(terms), generation), binary=True).fetchone()
         if sized is None or not sized[0]:
             return []
-        num_chunks, num_words, stems = sized
+        num_chunks, num_words, size_tokens, stems = sized
         table = postings_table(generation)
         count = _COUNT.format(table=table)
 
@@ -202,9 +204,17 @@ class PostgresLexical(LexicalTables):
                 [(counted,)] = connection.execute(count, parameters, binary=True).fetchall()
                 yield counted
 
-        frequencies = self._frequencies.of(generation, stems, num_chunks, counts)
-        share = 1.0 if allowed is None else min(1.0, len(allowed) / num_chunks)
-        choice = choose_words(frequencies, num_chunks, share)
+        mean_length = num_words / num_chunks
+        if allowed is None:
+            frequencies = self._frequencies.of(generation, stems, num_chunks, counts)
+        else:
+            # The scores depend on no chunk that is not allowed, see allowed_scores.
+            num_chunks, mean_length = len(allowed), float(size_tokens)
+            counted = connection.execute(
+                _COUNT_ALLOWED.format(table=table), (stems, BigintArray(allowed)), binary=True
+            )
+            frequencies = dict.fromkeys(stems, 0) | dict(counted.fetchall())
+        choice = choose_words(frequencies, num_chunks)
         finding = [*choice.identifiers, *choice.finding]
         used = [*finding, *choice.scoring]
         num_found = sum(frequencies[word] for word in finding)
@@ -216,7 +226,7 @@ class PostgresLexical(LexicalTables):
             "looked_up": [word for word in choice.scoring if word not in read],
             "words": used,
             "weights": [word_weight(frequencies[word], num_chunks) for word in used],
-            "mean_length": num_words / num_chunks,
+            "mean_length": mean_length,
             "limit": limit,
         }
         if allowed is not None:

@@ -190,6 +190,15 @@ class SqliteDatabase(Database):
         ):
             yield from rows
 
+    def prepare_reader(self, sql: str) -> None:
+        """Create a temporary object for the calling thread's reads, which writes no documents."""
+        with self.errors("read"):
+            self.reader.execute("PRAGMA query_only = OFF")
+            try:
+                self.reader.execute(sql)
+            finally:
+                self.reader.execute("PRAGMA query_only = ON")
+
     # Writes
 
     @contextlib.contextmanager

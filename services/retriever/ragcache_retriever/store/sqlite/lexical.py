@@ -3,18 +3,28 @@
 Each generation has a table of its own, so that the weight of a word follows from its collection.
 
 FTS5 needs about a microsecond for each chunk that it ranks. So only the rarer words of a question
-find chunks, see ``word_choice``. The scores are those of all words.
+find chunks, see ``word_choice``. The scores are those of all words. With a filter, the scores are
+those of ``allowed_scores``: FTS5 itself would rank by the words of hidden chunks, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import sqlite3
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from typing_extensions import override
 
+from ragcache_core.retrieval.lexical.allowed_scores import (
+    Floats,
+    Indexes,
+    WordUse,
+    allowed_scores,
+)
 from ragcache_core.retrieval.lexical.terms import terms_of
 from ragcache_core.retrieval.lexical.word_choice import WordChoice, choose_words
 from ragcache_retriever.search.lexical import HEADINGS_WEIGHT, TEXT_WEIGHT, TITLE_WEIGHT
@@ -22,18 +32,20 @@ from ragcache_retriever.store.database import Row
 from ragcache_retriever.store.generation_tables import LexicalTables, LexicalText
 from ragcache_retriever.store.records import LexicalHit, Rows
 from ragcache_retriever.store.sqlite.database import SqliteDatabase
-from ragcache_retriever.store.sqlite.schema import create_lexical_table, lexical_table
+from ragcache_retriever.store.sqlite.schema import (
+    DETACHED_PARTS,
+    TERM_TOKENIZER,
+    create_lexical_table,
+    detached_table,
+    lexical_table,
+)
 from ragcache_retriever.store.word_frequencies import WordFrequencies, most_counted
-
-MAX_LISTED_ROWS = 1 << 14
-"""Allowed rows up to which SQLite tests them itself. Above, the list costs more than the tests."""
 
 LIMIT_S = 1.0
 """Longest time of a query. Words of a large collection that many chunks have take longer."""
 
-_ROWS_AT_ONCE = {"data": 256, "docsize": 16_384}
-"""Tables of FTS5 that grow with the chunks, and how many rows of a detached one go at once: about a
-megabyte, and a third of one."""
+_ROWS_AT_ONCE = dict(zip(DETACHED_PARTS, (256, 16_384), strict=True))
+"""How many rows of each part go at once: about a megabyte, and a third of one."""
 
 _AVERAGES, _STRUCTURE = 1, 10
 """Ids of the records of FTS5 that are no pages of words. See the comment on top of its source file
@@ -65,11 +77,11 @@ class SqliteLexical(LexicalTables):
         table = lexical_table(generation)
         for part in _ROWS_AT_ONCE:
             self._database.execute(
-                f"ALTER TABLE {table}_{part} RENAME TO {_detached(generation, part)}"
+                f"ALTER TABLE {table}_{part} RENAME TO {detached_table(generation, part)}"
             )
         self._database.execute(f"CREATE TABLE {table}_data (id INTEGER PRIMARY KEY, block BLOB)")
         self._database.execute(
-            f"INSERT INTO {table}_data SELECT id, block FROM {_detached(generation, 'data')}"
+            f"INSERT INTO {table}_data SELECT id, block FROM {detached_table(generation, 'data')}"
             f" WHERE id IN ({_AVERAGES}, {_STRUCTURE})"
         )
         with self._database.leaving_freed_pages():
@@ -78,7 +90,7 @@ class SqliteLexical(LexicalTables):
     @override
     def remove_some(self, generation: int) -> bool:
         for part, limit in _ROWS_AT_ONCE.items():
-            table = _detached(generation, part)
+            table = detached_table(generation, part)
             if not self._is_table(table):
                 continue
             with self._database.leaving_freed_pages():
@@ -121,9 +133,9 @@ class SqliteLexical(LexicalTables):
         allowed: Rows | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[LexicalHit]:
-        if allowed is not None and not len(allowed):
-            return []
-        choice = self._choice(generation, terms, allowed, cancelled)
+        if allowed is not None:
+            return self._allowed_hits(generation, terms, limit, allowed, cancelled)
+        choice = self._choice(generation, terms, cancelled)
         question = _choice_expression(choice)
         if not question:
             return []
@@ -134,26 +146,63 @@ class SqliteLexical(LexicalTables):
         has_identifier = f"(rowid IN (SELECT rowid FROM {table} WHERE {table} MATCH ?))"
         num_identifiers = " + ".join(("0", *[has_identifier] * len(choice.identifiers)))
         identifiers = [_phrase(one) for one in choice.identifiers]
-        select = (
-            f"SELECT rowid, {score} AS score, {num_identifiers} AS num_identifiers"
-            f" FROM {table} WHERE {table} "
+        rows = self._database.iterate(
+            f"SELECT rowid, {score} AS score, {num_identifiers} AS num_identifiers FROM {table}"
+            f" WHERE {table} MATCH ? ORDER BY num_identifiers DESC, score DESC, rowid LIMIT ?",
+            (*identifiers, question, limit),
+            limit_s=LIMIT_S,
+            cancelled=cancelled,
         )
-        ordered = " ORDER BY num_identifiers DESC, score DESC, rowid LIMIT ?"
-        read = functools.partial(self._database.iterate, limit_s=LIMIT_S, cancelled=cancelled)
-        if allowed is None:
-            rows: Iterator[Row] = read(
-                f"{select} MATCH ?{ordered}", (*identifiers, question, limit)
-            )
-        elif len(allowed) <= MAX_LISTED_ROWS:
-            # With "+", FTS5 ranks all matches once, and not once for each row.
-            rows = read(
-                f"{select} MATCH ? AND +rowid IN (SELECT value FROM json_each(?)){ordered}",
-                (*identifiers, question, json.dumps(allowed.tolist()), limit),
-            )
-        else:
-            every = read(f"{select} MATCH ?{ordered}", (*identifiers, question, -1))
-            rows = _allowed_only(every, allowed, limit)
         return [LexicalHit(*row) for row in rows]
+
+    def _allowed_hits(
+        self,
+        generation: int,
+        terms: Sequence[str],
+        limit: int,
+        allowed: Rows,
+        cancelled: Callable[[], bool] | None,
+    ) -> list[LexicalHit]:
+        """Return the hits among some rows, whose scores depend on no other rows."""
+        sized = self._database.read_one(
+            "SELECT size_tokens FROM generations WHERE row = ?", (generation,)
+        )
+        if sized is None or not len(allowed):
+            return []
+        end_s = time.monotonic() + LIMIT_S
+        table, instances = lexical_table(generation), f"instances_{generation}"
+        self._database.prepare_reader(
+            f"CREATE VIRTUAL TABLE IF NOT EXISTS temp.{instances}"
+            f" USING fts5vocab(main, {table}, instance)"
+        )
+
+        def read(sql: str, parameter: str) -> list[Row]:
+            left_s = end_s - time.monotonic()
+            return list(self._database.iterate(sql, (parameter,), left_s, cancelled))
+
+        uses: dict[str, WordUse] = {}
+        for word, stem in stems_of(terms).items():
+            found = read(
+                f"SELECT doc, CASE col WHEN 'title' THEN {TITLE_WEIGHT} WHEN 'headings' THEN"
+                f" {HEADINGS_WEIGHT} ELSE {TEXT_WEIGHT} END FROM temp.{instances} WHERE term = ?",
+                stem,
+            )
+            rows = np.fromiter((row for row, _ in found), np.int64, len(found))
+            weights = np.fromiter((weight for _, weight in found), np.float64, len(found))
+            at = np.minimum(np.searchsorted(allowed, rows), len(allowed) - 1)
+            is_allowed = allowed[at] == rows
+            uses[word] = WordUse.of(at[is_allowed], weights[is_allowed])
+
+        def lengths_of(indexes: Indexes) -> Floats:
+            wanted = json.dumps(allowed[indexes].tolist())
+            where = "WHERE id IN (SELECT value FROM json_each(?))"
+            found = read(f"SELECT id, sz FROM {table}_docsize {where}", wanted)
+            sizes: dict[int, bytes] = dict(found)
+            lengths = (_num_terms(sizes.get(int(row), b"")) for row in allowed[indexes])
+            return np.fromiter(lengths, np.float64, len(indexes))
+
+        best = allowed_scores(uses, len(allowed), limit, float(sized[0]), lengths_of)
+        return [LexicalHit(int(allowed[i]), score, number) for i, score, number in best]
 
     def _is_table(self, name: str) -> bool:
         found = self._database.query_one("SELECT 1 FROM sqlite_master WHERE name = ?", (name,))
@@ -163,7 +212,6 @@ class SqliteLexical(LexicalTables):
         self,
         generation: int,
         terms: Sequence[str],
-        allowed: Rows | None,
         cancelled: Callable[[], bool] | None,
     ) -> WordChoice:
         counted = self._database.read_one(
@@ -174,9 +222,7 @@ class SqliteLexical(LexicalTables):
             count_chunks, self._database, generation, num_chunks, cancelled=cancelled
         )
         frequencies = self._frequencies.of(generation, terms, num_chunks, count)
-        if allowed is None or num_chunks == 0:
-            return choose_words(frequencies, num_chunks)
-        return choose_words(frequencies, num_chunks, min(1.0, len(allowed) / num_chunks))
+        return choose_words(frequencies, num_chunks)
 
 
 def count_chunks(
@@ -209,10 +255,6 @@ def _terms_row(one: LexicalText) -> tuple[int, str, str, str]:
     return one.row, " ".join(terms_of(one.title)), headings, " ".join(terms_of(one.text))
 
 
-def _detached(generation: int, part: str) -> str:
-    return f"detached_{generation}_{part}"
-
-
 def match_expression(words: Sequence[str]) -> str:
     """Return the FTS5 query for chunks with any of the words."""
     return " OR ".join(map(_phrase, words))
@@ -235,12 +277,28 @@ def _phrase(word: str) -> str:
     return '"' + word.replace('"', '""').replace("\0", "") + '"'
 
 
-def _allowed_only(rows: Iterator[Row], allowed: Rows, limit: int) -> Iterator[Row]:
-    num_found = 0
-    for row in rows:
-        i = int(np.searchsorted(allowed, row[0]))
-        if i < len(allowed) and allowed[i] == row[0]:
-            yield row
-            num_found += 1
-            if num_found == limit:
-                return
+def stems_of(words: Sequence[str]) -> dict[str, str]:
+    """Return the stem under which FTS5 stores each word. Of words with one stem, the first."""
+    stems: dict[str, str] = {}
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as model:
+        model.execute(f'CREATE VIRTUAL TABLE words USING fts5(word, tokenize="{TERM_TOKENIZER}")')
+        model.execute("CREATE VIRTUAL TABLE stems USING fts5vocab(words, instance)")
+        rows = ((i, word.replace("\0", "")) for i, word in enumerate(words))
+        model.executemany("INSERT INTO words (rowid, word) VALUES (?, ?)", rows)
+        for i, stem in model.execute("SELECT doc, term FROM stems ORDER BY doc, offset"):
+            stems.setdefault(stem, words[i])
+    return {word: stem for stem, word in stems.items()}
+
+
+def _num_terms(sizes: bytes) -> int:
+    """Return the terms of a chunk. FTS5 stores those of each column as a variable-length number.
+
+    Source: SQLite's file format, section 1.6. The first bytes have seven bits each, the highest
+    ones first.
+    """
+    total = number = 0
+    for byte in sizes:
+        number = number << 7 | byte & 0x7F
+        if byte < 0x80:
+            total, number = total + number, 0
+    return total

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sqlite3
 from pathlib import Path
+from typing import Final
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.lexical.terms import IDENTIFIER_MARK, IDENTIFIER_SYMBOLS
@@ -68,3 +71,65 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> bool:
             "run the release that wrote it, or name an empty folder and ingest again",
         )
     return True
+
+
+_GENERATION_TABLE: Final = re.compile(r"(?:lexical|detached)_([0-9]{1,18})(?:_[a-z]+)?")
+DETACHED_PARTS: Final = ("data", "docsize")
+"""Tables of FTS5 that grow with the chunks. A full-text table is removed in steps: these parts get
+other names first."""
+
+
+def detached_table(generation: int, part: str) -> str:
+    """Return the name of a part of a full-text table that is being removed."""
+    return f"detached_{generation}_{part}"
+
+
+def check_objects(connection: sqlite3.Connection) -> None:
+    """Refuse a file with other tables, indexes, triggers or views than this release creates.
+
+    SQLite runs the SQL of a trigger or of a view as that of the retriever. So each statement of the
+    file's schema has to be equal to that of a new file, apart from white space.
+
+    Raises:
+        InvalidInput: An object is missing, or is another one.
+        sqlite3.Error: The file is damaged.
+    """
+    found = _objects(connection)
+    generations = {int(m[1]) for name, *_ in found if (m := _GENERATION_TABLE.fullmatch(name))}
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as model:
+        model.executescript(SCHEMA)
+        needed = _objects(model)
+        for generation in generations:
+            model.execute(create_lexical_table(generation))
+        allowed = _objects(model)
+        configs = {generation: _config(model, generation) for generation in generations}
+        for generation in generations:
+            for part in DETACHED_PARTS:
+                name = f"{lexical_table(generation)}_{part}"
+                model.execute(f"ALTER TABLE {name} RENAME TO {detached_table(generation, part)}")
+        allowed |= _objects(model)
+    names = {name for name, *_ in found}
+    for problem, objects in (("has", found - allowed), ("lacks", needed - found)):
+        if objects:
+            name = min(objects)[0]
+            raise _unexpected(f"{problem} the database object {name!r}, or has it in another form")
+    for generation, config in configs.items():
+        name = lexical_table(generation)
+        if name in names and _config(connection, generation) != config:
+            raise _unexpected(f"has other settings of {name!r}")
+
+
+def _unexpected(problem: str) -> InvalidInput:
+    return InvalidInput("backup", problem, "send a file of `ragcache backup` of this release")
+
+
+def _objects(connection: sqlite3.Connection) -> set[tuple[str, str, str, str]]:
+    """Return name, kind, table and SQL of each object."""
+    found = connection.execute("SELECT name, type, tbl_name, coalesce(sql, '') FROM sqlite_master")
+    return {(name, kind, table, " ".join(sql.split())) for name, kind, table, sql in found}
+
+
+def _config(connection: sqlite3.Connection, generation: int) -> list[tuple[object, ...]]:
+    """Return the settings of a full-text table. They may name a function that ranks."""
+    table = lexical_table(generation)
+    return connection.execute(f"SELECT k, v FROM {table}_config ORDER BY k").fetchall()

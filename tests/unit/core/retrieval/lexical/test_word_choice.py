@@ -20,9 +20,9 @@ frequencies = st.dictionaries(
 )
 
 
-@given(frequencies, st.floats(0.01, 1.0))
-def test_the_finding_words_are_the_rarest(found: dict[str, int], allowed_share: float) -> None:
-    choice = choose_words(found, NUM_CHUNKS, allowed_share)
+@given(frequencies)
+def test_the_finding_words_are_the_rarest(found: dict[str, int]) -> None:
+    choice = choose_words(found, NUM_CHUNKS)
     both = (*choice.finding, *choice.scoring)
     assert len(set(both)) == len(both)
     assert [found[word] for word in both] == sorted(found[word] for word in both)
@@ -30,14 +30,12 @@ def test_the_finding_words_are_the_rarest(found: dict[str, int], allowed_share: 
     assert all(found[word] > NUM_CHUNKS / 2 for word in left_out)
 
 
-@given(frequencies, st.floats(0.01, 1.0))
-def test_enough_chunks_are_found_before_a_word_only_scores(
-    found: dict[str, int], allowed_share: float
-) -> None:
-    choice = choose_words(found, NUM_CHUNKS, allowed_share)
+@given(frequencies)
+def test_enough_chunks_are_found_before_a_word_only_scores(found: dict[str, int]) -> None:
+    choice = choose_words(found, NUM_CHUNKS)
     if len(choice.finding) < len(found):
         num_found = sum(found[word] for word in choice.finding)
-        assert num_found * allowed_share >= MIN_CANDIDATES
+        assert num_found >= MIN_CANDIDATES
 
 
 @given(frequencies)

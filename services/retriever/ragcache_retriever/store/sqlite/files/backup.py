@@ -13,13 +13,15 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
-from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_core.store_api import ID_BYTES
-from ragcache_retriever.store.sqlite.schema import FILE_NAME, check_schema
+from ragcache_retriever.store.sqlite.schema import FILE_NAME, check_objects, check_schema
 
 log = logging.getLogger(__name__)
 
 PART_BYTES = 1 << 20
+FREE_SHARE = 0.05
+"""Share of the volume that a backup which is received leaves free. Writes go on meanwhile."""
 INDEXES_FOLDER = "indexes"
 IDENTITY_FILE = "index-identity"
 """Names the indexes of the folder in another service, such as Milvus."""
@@ -115,8 +117,17 @@ class IncomingBackup:
             raise Unavailable("retriever", f"the backup cannot be stored: {error}") from error
 
     def write(self, data: bytes) -> None:
-        """Append a part. Raises Unavailable if the disk refuses it."""
+        """Append a part.
+
+        Raises:
+            TooLarge: The volume would have less space left than documents need meanwhile.
+            Unavailable: The disk refuses it.
+        """
         try:
+            space = shutil.disk_usage(self._part.parent)
+            if space.free - len(data) < FREE_SHARE * space.total:
+                problem = f"would leave less than {FREE_SHARE:.0%} of the volume free"
+                raise TooLarge("backup", problem, "enlarge the volume of the retriever")
             self._file.write(data)
         except OSError as error:
             raise Unavailable("retriever", f"the backup cannot be stored: {error}") from error
@@ -150,9 +161,10 @@ class IncomingBackup:
 def check_backup(path: Path) -> int:
     """Return the number of documents of a backup. Raises InvalidInput if it cannot be used."""
     try:
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        with contextlib.closing(_opened_copy(path)) as connection:
             if not check_schema(connection, path):
                 raise InvalidInput("backup", "is empty", "send a file of 'ragcache backup'")
+            check_objects(connection)
             [(problem,), *_] = connection.execute("PRAGMA quick_check(1)").fetchall()
             (num_documents,) = connection.execute("SELECT count(*) FROM documents").fetchone()
     except sqlite3.Error as error:
@@ -160,6 +172,14 @@ def check_backup(path: Path) -> int:
     if problem != "ok":
         raise InvalidInput("backup", f"is damaged: {problem}", "send another backup")
     return int(num_documents)
+
+
+def _opened_copy(path: Path) -> sqlite3.Connection:
+    """Open a file that another process wrote. Its schema may call no function with side effects."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA cell_size_check = ON")
+    return connection
 
 
 def install_backup(folder: Path) -> None:
@@ -220,7 +240,7 @@ def delete_everything(path: Path) -> None:
     Args:
         path: The new database, which no process uses.
     """
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+    with contextlib.closing(_opened_copy(path)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("DELETE FROM outbox")
         connection.execute("UPDATE outbox_position SET sequence = 1")

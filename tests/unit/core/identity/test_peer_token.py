@@ -1,4 +1,4 @@
-"""Tokens that admit the readers of a feed."""
+"""Tokens that admit the parts of a platform."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.identity.feed_token import (
+from ragcache_core.identity.peer_token import (
     MAX_CLOCK_SKEW_S,
     NONCE_BYTES,
     TOKEN_LIFETIME_S,

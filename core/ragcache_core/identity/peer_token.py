@@ -1,8 +1,13 @@
-"""Tokens that prove to a source of a feed that its reader has a signing key.
+"""Tokens and proofs that show that a caller is a part of the same platform.
 
-HMAC-SHA256 (RFC 2104) over the method, the expiry and a nonce, under the keys that sign plans. The
-first key signs and every key verifies, so that keys can be rotated while the system runs. A token
-is valid for one method and for TOKEN_LIFETIME_S, so a captured one is soon of no use.
+HMAC-SHA256 (RFC 2104) under the keys that sign plans. The first key signs and every key verifies,
+so that keys can be rotated while the system runs.
+
+A token admits a call. It covers the method, the expiry and a nonce, and it is valid for
+TOKEN_LIFETIME_S. A caller may use one token for several calls of a method meanwhile.
+
+A proof admits a connection that carries values. It covers a challenge, which the store makes for
+this connection alone, so a captured proof is of no use.
 """
 
 from __future__ import annotations
@@ -20,8 +25,10 @@ MAX_CLOCK_SKEW_S: Final = 60
 """How far the clocks of two machines may differ. Such a token is valid for that much longer."""
 
 NONCE_BYTES: Final = 16
+CHALLENGE_BYTES: Final = 32
 
-_CONTEXT: Final = b"ragcache-feed-token-1\0"
+_TOKEN_CONTEXT: Final = b"ragcache-peer-token-1\0"
+_PROOF_CONTEXT: Final = b"ragcache-data-proof-1\0"
 _FORM: Final = re.compile(rf"([0-9]{{1,12}})\.([0-9a-f]{{{2 * NONCE_BYTES}}})\.([0-9a-f]{{64}})")
 
 
@@ -29,7 +36,7 @@ def make_token(method: str, key: bytes, now_s: float, nonce: bytes) -> str:
     """Return a token for one method, as ASCII text.
 
     Args:
-        method: Full name of the method (``/package.Service/Method``).
+        method: Full name of the method (``/package.Service/Method``), or the path of a URL.
         key: Signing key.
         now_s: Unix time.
         nonce: NONCE_BYTES random bytes, so that no two tokens are equal.
@@ -63,7 +70,38 @@ def token_problem(token: str, method: str, keys: Iterable[bytes], now_s: float) 
     return None
 
 
+def admits_until_s(token: str) -> int:
+    """Return the Unix time from which a valid token has expired for every clock."""
+    return int(token.partition(".")[0]) + MAX_CLOCK_SKEW_S
+
+
+def make_proof(challenge: bytes, store: bytes, key: bytes) -> bytes:
+    """Return the proof that a client of a store's data port has a key.
+
+    Args:
+        challenge: CHALLENGE_BYTES random bytes, as the store sent them.
+        store: Id of the store's start that the client expects (16 bytes). So a proof that was
+            made for one store admits to no other one.
+        key: Signing key.
+    """
+    return hmac.digest(key, _PROOF_CONTEXT + challenge + store, "sha256")
+
+
+def is_proof(given: bytes, challenge: bytes, store: bytes, keys: Iterable[bytes]) -> bool:
+    """Tell whether a client proved that it has one of the keys.
+
+    Args:
+        given: As the client sent it.
+        challenge: As this store sent it.
+        store: Id of this store's start.
+        keys: Valid signing keys.
+    """
+    # Every key is tried, as for a token.
+    matches = [hmac.compare_digest(make_proof(challenge, store, key), given) for key in keys]
+    return any(matches)
+
+
 def _signature(method: str, claims: str, key: bytes) -> str:
     # A method's name has no NUL, so it cannot run into the claims.
-    message = _CONTEXT + method.encode() + b"\0" + claims.encode()
+    message = _TOKEN_CONTEXT + method.encode() + b"\0" + claims.encode()
     return hmac.new(key, message, hashlib.sha256).hexdigest()
