@@ -155,14 +155,15 @@ class TemplateRenderer:
                 return value
 
     def _protect_text(self, text: str, words: frozenset[str] | None) -> str:
-        spans = self._controls.spans(text)
-        if not spans and self._is_disguised(text):
-            return self._boundary.join(["", *text, ""])
         parts = []
         at = 0
-        for start, end in [*spans, (len(text), len(text))]:
+        for start, end in [*self._controls.spans(text), (len(text), len(text))]:
             part = text[at:start]
-            parts.append(part if words is None or text in words else self._bounded(part))
+            if self._is_disguised(part):
+                part = self._boundary.join(["", *part, ""])
+            elif words is not None and text not in words:
+                part = self._bounded(part)
+            parts.append(part)
             parts += [self._stand_in_of(self._numbers[text[start:end]])] if start < end else []
             at = end
         return "".join(parts)
@@ -189,7 +190,9 @@ class TemplateRenderer:
             case list() | tuple():
                 return any(map(self._has_seam, value))
             case Mapping():
-                return any(self._has_seam(name) or self._has_seam(one) for name, one in value.items())
+                return any(
+                    self._has_seam(name) or self._has_seam(one) for name, one in value.items()
+                )
             case _:
                 return False
 
