@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +61,11 @@ def _one_of(texts: Sequence[str]) -> str:
     branches = []
     for _, group in itertools.groupby(rest, key=lambda text: text[0]):
         same = list(group)
-        shared = len(os.path.commonprefix(same))
+        # What the first and the last of sorted texts share, all of them share.
+        alike = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(same[0], same[-1], strict=False)
+        )
+        shared = sum(1 for _ in alike)
         inner = _one_of([text[shared:] for text in same]) if len(same) > 1 else ""
         branches.append(re.escape(same[0][:shared]) + inner)
     return f"(?:{'|'.join(branches)}){'?' if ends_here else ''}"
