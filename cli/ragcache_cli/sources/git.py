@@ -26,9 +26,7 @@ from ragcache_operator.spec.collection import GitSource
 
 _TOKEN_USER = "x-access-token"
 """User name for hosts that accept a token as the password; they ignore it."""
-_KEPT_VARIABLES = re.compile(
-    r"PATH|SSL_CERT_(?:FILE|DIR)|GIT_SSL_CAINFO", re.IGNORECASE
-)
+_KEPT_VARIABLES = re.compile(r"PATH|SSL_CERT_(?:FILE|DIR)|GIT_SSL_CAINFO", re.IGNORECASE)
 """Which authorities to trust. Git itself reads only GIT_SSL_CAINFO."""
 _BLOCK_BYTES = 512
 """The unit of ``ulimit -f``."""
