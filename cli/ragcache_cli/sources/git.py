@@ -158,7 +158,7 @@ def _environment(home: Path, url: str, token: str | None, route: SourceRoute) ->
         "http.lowSpeedTime": "60",
         "http.followRedirects": "false",
         # Git would read the variables of proxies in another way than the gate, and then connect to
-        # an address that nobody checked. An empty value is no proxy.
+        # an unchecked address. An empty value is no proxy.
         "http.proxy": route.proxy or "",
     }
     if route.pin is not None:
