@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from harness.cluster.certificates import make_certificates
-from ragcache_cli.sources.gate import SourceGate
+from ragcache_cli.sources.gate import Resolve, SourceGate
 from ragcache_cli.sources.git import read_git
 from ragcache_cli.sources.reading import Deadline, Fetching, Scratch
 from ragcache_cli.sources.web import read_web
@@ -52,7 +52,7 @@ class Names:
         return [answers.pop(0) if len(answers) > 1 else answers[0]]
 
 
-def fetching(tmp_path: Path, rules: AddressRules, names: Names) -> Fetching:
+def fetching(tmp_path: Path, rules: AddressRules, names: Resolve) -> Fetching:
     folder = tmp_path / "scratch"
     folder.mkdir(exist_ok=True)
     return Fetching(SourceGate(rules, names), Scratch(folder, MIB), Deadline(30))
@@ -288,3 +288,34 @@ def test_spellings_that_readers_disagree_about_are_refused(host: str, tmp_path: 
     for url in (f"http://{host}/a.md", f"https://{host}/a.md"):
         with pytest.raises((InvalidInput, Unavailable)):
             git(url, fetching(tmp_path, LOOPBACK, Names()))
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_git_uses_the_proxy_that_the_gate_saw(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    Repository(web.repositories / "handbook").commit({"a.md": b"A"})
+    for name in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{closed.getsockname()[1]}")
+
+        def unknown(host: str, port: int) -> list[str]:
+            raise OSError("only the proxy knows the host")
+
+        here = fetching(tmp_path, AddressRules(), unknown)
+        # The proxy answers nothing. Without it, git would reach loopback.
+        with pytest.raises(Unavailable):
+            git(f"http://localhost:{port_of(web)}/git/handbook/.git", here)
+
+
+def test_git_uses_no_proxy_that_the_gate_did_not_see(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Repository(web.repositories / "handbook").commit({"a.md": b"A"})
+    names = Names(git_example=("127.0.0.1",))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "git.example")
+    url = f"http://git.example:{port_of(web)}/git/handbook/.git"
+    assert git(url, fetching(tmp_path, LOOPBACK, names)) == ["a.md"]

@@ -26,10 +26,8 @@ from ragcache_operator.spec.collection import GitSource
 
 _TOKEN_USER = "x-access-token"
 """User name for hosts that accept a token as the password; they ignore it."""
-_KEPT_VARIABLES = re.compile(
-    r"PATH|(?:https?|no|all)_proxy|SSL_CERT_(?:FILE|DIR)|GIT_SSL_CAINFO", re.IGNORECASE
-)
-"""How to reach hosts and which authorities to trust. Git itself reads only GIT_SSL_CAINFO."""
+_KEPT_VARIABLES = re.compile(r"PATH|SSL_CERT_(?:FILE|DIR)|GIT_SSL_CAINFO", re.IGNORECASE)
+"""Which authorities to trust. Git itself reads only GIT_SSL_CAINFO."""
 _BLOCK_BYTES = 512
 """The unit of ``ulimit -f``."""
 _MAX_STDERR_CHARS = 200
@@ -159,6 +157,9 @@ def _environment(home: Path, url: str, token: str | None, route: SourceRoute) ->
         "http.lowSpeedLimit": "1000",
         "http.lowSpeedTime": "60",
         "http.followRedirects": "false",
+        # Git would read the variables of proxies in another way than the gate, and then connect to
+        # an unchecked address. An empty value is no proxy.
+        "http.proxy": route.proxy or "",
     }
     if route.pin is not None:
         settings["http.curloptResolve"] = route.pin

@@ -70,7 +70,7 @@ def read_folder(what: str, root: Path, path: str = "") -> SourceContents:
                     RejectedDocument(key, "is a link out of its source; put the file itself")
                 )
             elif file.is_file():
-                files.append(DocumentFile(key, file))
+                files.append(DocumentFile(key, file, inside=inside))
                 checked_number(what, len(files))
             else:
                 skipped += 1
