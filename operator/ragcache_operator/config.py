@@ -42,6 +42,8 @@ class OperatorConfig:
     # Networks that are not public, and that sources of collections may have. Only the administrator
     # of the cluster sets them: authors of a collection choose its URLs.
     source_networks: tuple[str, ...] = ()
+    # The same for issuers of tokens, whose URLs authors of a RagCache choose.
+    issuer_networks: tuple[str, ...] = ()
     listen_port: int = 8080
     log_level: int = logging.INFO
 
@@ -57,6 +59,7 @@ class OperatorConfig:
             lease=_label(environ, "RAGCACHE_LEASE", ""),
             root_key_secret=_label(environ, "RAGCACHE_ROOT_KEY_SECRET", ROOT_KEY_SECRET),
             source_networks=_networks(environ, "RAGCACHE_SOURCE_NETWORKS"),
+            issuer_networks=_networks(environ, "RAGCACHE_ISSUER_NETWORKS"),
             listen_port=_port(environ, "RAGCACHE_LISTEN_PORT", 8080),
             log_level=_log_level(environ),
         )
@@ -85,6 +88,7 @@ class Installation:
             self.config.namespace,
             self.keys.hashes(uid),
             self.config.source_networks,
+            self.config.issuer_networks,
         )
 
 

@@ -95,6 +95,11 @@ class PlatformPlacement(Protocol):
         ...
 
     @property
+    def issuer_networks(self) -> tuple[str, ...]:
+        """Networks that are not public, and that issuers of tokens may have."""
+        ...
+
+    @property
     def is_cluster(self) -> bool:
         """Whether other machines reach the platform, so that it needs keys and a second port."""
         ...
@@ -217,6 +222,7 @@ class ClusterPlacement:
     operator_namespace: str | None = None
     component_keys: str | None = None
     source_networks: tuple[str, ...] = ()
+    issuer_networks: tuple[str, ...] = ()
 
     @property
     def gateway_url(self) -> str:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field
 
 from ragcache_core.eviction import PolicyName
 from ragcache_operator.spec.cluster import NetworkPolicySpec, TelemetrySpec
+from ragcache_operator.spec.oidc import OidcIssuerSpec
 from ragcache_operator.spec.pods import (
     EnvVarSpec,
     PodTemplateSpec,
@@ -356,6 +357,9 @@ class GatewaySpec(ManifestModel):
     auth: GatewayAuthSpec | None = None
     """Who may call the gateway. If unset, requests need an API key in a cluster, and need none with
     `ragcache up`, which only this machine reaches."""
+    oidc: Annotated[tuple[OidcIssuerSpec, ...], ServerList(8, kind="map")] = ()
+    """Issuers of OpenID Connect. A caller may send a token of one of them in place of an API key.
+    `ragcache up` then needs keys, too."""
     audit: GatewayAuditSpec | None = None
     """Records writes, deletes, reads of documents, backups and refused requests in an audit log. If
     unset, there is none. {} writes it to standard output. While it cannot be written, the gateway

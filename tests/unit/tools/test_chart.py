@@ -45,6 +45,7 @@ EVERYTHING: Object = {
     "imagePullSecrets": [{"name": "pull"}],
     "watch": {"namespaces": ["team-a", "team-b"]},
     "sources": {"allowedNetworks": ["10.1.0.0/16", "fd12::/16"]},
+    "issuers": {"allowedNetworks": ["10.2.0.0/16"]},
     "serviceAccount": {"name": "robot", "annotations": {"a": "b"}},
     "lease": {"name": "one"},
     "logLevel": "debug",
@@ -269,6 +270,7 @@ def test_every_setting_is_in_the_environment() -> None:
         "RAGCACHE_LEASE": "ragcache-operator",
         "RAGCACHE_ROOT_KEY_SECRET": "ragcache-operator-root-key",
         "RAGCACHE_SOURCE_NETWORKS": "",
+        "RAGCACHE_ISSUER_NETWORKS": "",
         "RAGCACHE_LOG_LEVEL": "info",
     }
     told = env(render(EVERYTHING))
@@ -277,6 +279,7 @@ def test_every_setting_is_in_the_environment() -> None:
     assert told["RAGCACHE_IMAGE_TAG"] == "1.2.3"
     assert told["RAGCACHE_LEASE"] == "one"
     assert told["RAGCACHE_SOURCE_NETWORKS"] == "10.1.0.0/16,fd12::/16"
+    assert told["RAGCACHE_ISSUER_NETWORKS"] == "10.2.0.0/16"
     assert told["HTTPS_PROXY"] == "http://proxy.example:3128"
 
 
