@@ -27,7 +27,7 @@ from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.retriever import RetrieverSpec
 from ragcache_operator.spec.values import (
     CLAIM_FOLDER,
-    HUB_NAME,
+    HUB_COMMIT,
     LOCAL_FOLDER,
     Annotations,
     ApiKeySecret,
@@ -78,7 +78,7 @@ _IMAGE = r"[A-Za-z0-9][A-Za-z0-9._/:@-]*"
 _MODEL_SOURCE: Final = "|".join(
     [
         *(f"bundled:{name}" for name in BUNDLED_MODELS),
-        f"hf:{HUB_NAME}",
+        f"hf:{HUB_COMMIT}",
         f"path:{LOCAL_FOLDER}",
         f"pvc:{CLAIM_FOLDER}",
         f"image:{_IMAGE}",
@@ -107,12 +107,13 @@ class ModelSource:
                 )
             case "path" if re.fullmatch(LOCAL_FOLDER, value):
                 return cls("path", value)
-            case "hf" if re.fullmatch(HUB_NAME, value):
+            case "hf" if re.fullmatch(HUB_COMMIT, value):
                 return cls("hf", value)
             case "hf":
                 raise validation_error(
                     f"{value!r} is not a Hugging Face model name",
-                    "write it like hf:meta-llama/Llama-3.1-8B-Instruct",
+                    "write it like hf:meta-llama/Llama-3.1-8B-Instruct, with @ and 40 hexadecimal "
+                    "digits for a commit",
                 )
             case "pvc" if re.fullmatch(CLAIM_FOLDER, value, re.ASCII):
                 return cls("pvc", value)
@@ -152,7 +153,7 @@ class ModelSource:
                 return PurePosixPath(self.value).name or "model"
             case "image":
                 return PurePosixPath(self.value.partition("@")[0]).name.partition(":")[0]
-        return self.value
+        return self.value.partition("@")[0]
 
 
 def _model_source(text: str) -> str:
@@ -171,8 +172,9 @@ class ModelSpec(ManifestModel):
     ] = "bundled:smollm2"
     """Source of the model's weights. bundled:smollm2 is SmolLM2-135M-Instruct, a small general
     model that the images contain. bundled:tinyrag is a test model. hf:ORGANISATION/NAME is a model
-    of the Hugging Face hub. pvc:CLAIM/FOLDER is a volume claim of this namespace, which pods mount
-    read-only. image:REFERENCE is an OCI image, which pods mount as a volume; it needs
+    of the Hugging Face hub, and hf:ORGANISATION/NAME@COMMIT pins what is loaded of it. Without a
+    commit, its owner may change that. pvc:CLAIM/FOLDER is a volume claim of this namespace, which
+    pods mount read-only. image:REFERENCE is an OCI image, which pods mount as a volume; it needs
     Kubernetes 1.35. path:FOLDER is a local folder, for `ragcache up` only."""
     token_secret: SecretKey | None = None
     """Token for a gated model of the Hugging Face hub. It requires an hf: source."""

@@ -53,6 +53,7 @@ def test_nulls_and_status_are_ignored() -> None:
         ("bundled:tinyrag", "tinyrag"),
         ("bundled:smollm2", "smollm2"),
         ("hf:Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        (f"hf:Qwen/Qwen3-0.6B@{'0' * 40}", "Qwen/Qwen3-0.6B"),
         ("path:/models/llama", "llama"),
         ("path:/models/llama/", "llama"),
         ("path:.", "model"),
