@@ -83,8 +83,11 @@ async def child(*command: str, **env: str) -> AsyncGenerator[asyncio.subprocess.
 
 
 @asynccontextmanager
-async def platform(folder: Path, model: Path, **settings: str) -> AsyncGenerator[Platform, None]:
+async def platform(
+    folder: Path, model: Path, tenants: str = "", **settings: str
+) -> AsyncGenerator[Platform, None]:
     keys = write_keys(folder / "keys.toml", ENTRIES)
+    keys.write_text(tenants + keys.read_text())
     async with AsyncExitStack() as stack:
         fakes = await stack.enter_async_context(world(model))
         command = ("-m", "tests.kit.retriever_process", str(folder / "documents"), str(model))

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from harness.cluster.certificates import make_certificates
-from ragcache_cli.sources.gate import Resolve, SourceGate
 from ragcache_cli.sources.git import read_git
 from ragcache_cli.sources.reading import Deadline, Fetching, Scratch
 from ragcache_cli.sources.web import read_web
 from ragcache_core.access.networks import AddressRules, parse_networks
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_operator.spec.collection import GitSource
+from ragcache_wire.address_gate import AddressGate, Resolve
 from tests.kit.sources import Page, Repository, Web, serving_web
 
 LOOPBACK = AddressRules(parse_networks("test", ["127.0.0.1"]))
@@ -55,7 +55,7 @@ class Names:
 def fetching(tmp_path: Path, rules: AddressRules, names: Resolve) -> Fetching:
     folder = tmp_path / "scratch"
     folder.mkdir(exist_ok=True)
-    return Fetching(SourceGate(rules, names), Scratch(folder, MIB), Deadline(30))
+    return Fetching(AddressGate(rules, names), Scratch(folder, MIB), Deadline(30))
 
 
 def port_of(web: Web) -> int:
@@ -155,7 +155,7 @@ def test_a_source_reaches_no_inside_address_by_default(web: Web) -> None:
         there = f"{host}:{port_of(web)}"
         hosts = {"RAGCACHE_SOURCE_0_HOSTS": there}
         result = sync(f"http://{there}/latest/meta-data", **secret, **hosts)
-        assert "closed to sources" in problem(result)
+        assert "a closed address" in problem(result)
     assert web.seen == {}
 
 
@@ -186,7 +186,7 @@ def test_a_wide_network_opens_no_metadata_service() -> None:
             RAGCACHE_SOURCE_0_TOKEN="t",
             RAGCACHE_SOURCE_0_HOSTS=address,
         )
-        assert "closed to sources" in problem(result)
+        assert "a closed address" in problem(result)
 
 
 def test_a_name_that_changes_its_address_changes_nothing(web: Web, tmp_path: Path) -> None:

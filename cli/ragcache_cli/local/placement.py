@@ -68,6 +68,8 @@ class LocalPlacement:
     owner = ""
     operator_namespace = None
     source_networks = ()
+    # The user of this machine chooses the issuers.
+    issuer_networks = ("0.0.0.0/0", "::/0")
     # Parts listen on loopback, so the gateway has one port, and needs no keys unless asked.
     is_cluster = False
 

@@ -33,6 +33,7 @@ from ragcache_cli.local.supervision import ProcessPhase, ProcessState, RestartPo
 from ragcache_cli.local.supervisor import LONGEST_GRACE_S, ComponentSupervisor
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_operator.builders import build_children
+from ragcache_operator.builders.keys import asks_for_keys
 from ragcache_operator.spec.ragcache import RagCache
 
 _LOG_LINES = 12
@@ -204,8 +205,8 @@ class LocalPlatform:
             self._gateway_port = next(ports)
         else:
             demand_free(self._gateway_port, "spec.gateway.port")
-        auth, key_hash = self._cache.spec.gateway.auth, None
-        if auth is not None and auth.enabled:
+        key_hash = None
+        if asks_for_keys(self._cache):
             ensure_key_file(self._data)
             key_hash = self._held.enter_context(platform_key(self._data))
         placement = LocalPlacement(self._data, self._gateway_port, ports, key_hash)

@@ -19,10 +19,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ragcache_cli.sources.archive import read_tar
-from ragcache_cli.sources.gate import SourceRoute
 from ragcache_cli.sources.reading import Deadline, Fetching, Scratch, SourceContents
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavailable
 from ragcache_operator.spec.collection import GitSource
+from ragcache_wire.address_gate import CheckedRoute
 
 _TOKEN_USER = "x-access-token"
 """User name for hosts that accept a token as the password; they ignore it."""
@@ -146,7 +146,7 @@ class _Git:
         return Unavailable(self._what, last[0][:_MAX_STDERR_CHARS])
 
 
-def _environment(home: Path, url: str, token: str | None, route: SourceRoute) -> dict[str, str]:
+def _environment(home: Path, url: str, token: str | None, route: CheckedRoute) -> dict[str, str]:
     """Return an environment for git: no user settings, no prompts, http only.
 
     Git connects to the checked addresses of one host. It follows neither redirects nor the

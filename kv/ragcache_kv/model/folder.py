@@ -38,7 +38,9 @@ def load_model_folder(
 
     Args:
         source: A folder, or a Hugging Face name, whose snapshot is downloaded unless it is cached.
-        revision: Branch, tag or commit of a Hugging Face name. None: the default branch.
+            A name may end with ``@COMMIT``.
+        revision: Branch, tag or commit of a Hugging Face name without one. None: the default
+            branch.
         with_weights: Whether KV of the model is stored. Without it, weights are neither downloaded
             nor read, and the fingerprint is another one.
 
@@ -76,7 +78,10 @@ def find_tokenizer(source: str) -> Path:
 
 def _folder(source: str, patterns: list[str], revision: str | None = None) -> Path:
     path = Path(source)
-    return path if path.is_dir() else _snapshot(source, patterns, revision)
+    if path.is_dir():
+        return path
+    name, _, commit = source.partition("@")
+    return _snapshot(name, patterns, commit or revision)
 
 
 def _vocabulary(config: Mapping[str, Any]) -> int:

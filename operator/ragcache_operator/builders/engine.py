@@ -119,7 +119,7 @@ def _arguments(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement
     model = cache.spec.model_of(engine)
     bind_address = placement.bind_address(http(engine))
     return [
-        *("--model", placement.model(model.parsed_source)),
+        *_model_arguments(placement.model(model.parsed_source)),
         *("--served-model-name", model.served_name),
         *("--host", bind_address.host),
         *("--port", str(bind_address.port)),
@@ -137,6 +137,14 @@ def _arguments(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement
         *engine.args,
         *engine.unsafe_args,
     ]
+
+
+def _model_arguments(model: str) -> list[str]:
+    """Return what names a model to vLLM, which takes the commit of a hub's model apart."""
+    name, mark, commit = model.partition("@")
+    if not mark or model.startswith("/"):
+        return ["--model", model]
+    return ["--model", name, "--revision", commit, "--tokenizer-revision", commit]
 
 
 def _json(config: Mapping[str, object]) -> str:

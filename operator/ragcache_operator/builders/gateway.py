@@ -30,7 +30,12 @@ from ragcache_operator.builders.watched_files import LIMITS, MEMBERS, limits_con
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
 from ragcache_operator.spec.ragcache import EngineSpec, RagCache
 from ragcache_wire.settings import GatewaySettings
-from ragcache_wire.settings.gateway import EngineAddress, ModelSettings, models_text
+from ragcache_wire.settings.gateway import (
+    EngineAddress,
+    ModelSettings,
+    issuers_text,
+    models_text,
+)
 
 COMPONENT: Final = "gateway"
 HTTP: Final = Endpoint(COMPONENT, "http")
@@ -136,6 +141,7 @@ def _audit_mounts(cache: RagCache) -> list[Mount]:
 def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, EnvValue]:
     model, *others = cache.spec.models
     has_keys, audit = uses_keys(cache, placement), cache.spec.gateway.audit
+    issuers = cache.spec.gateway.oidc
     other_models = [
         ModelSettings(
             one.served_name, placement.model(one.parsed_source, number), one.dtype, one.max_length
@@ -155,6 +161,8 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
             api_keys_file=placement.api_keys_file() if has_keys else None,
             audit=None if audit is None else placement.audit_log(has_claim=audit.claim is not None),
             builtin_keys=placement.builtin_keys() if has_keys else None,
+            oidc=issuers_text([one.rules for one in issuers]) if issuers else None,
+            issuer_networks=",".join(placement.issuer_networks) or None if issuers else None,
             **(_LIMITS_FROM_FILE if placement.is_cluster else {}),
             retriever=str(placement.address_of(retriever.GRPC)),
             engines=",".join(

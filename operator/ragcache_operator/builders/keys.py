@@ -90,8 +90,13 @@ class ComponentKeys:
 
 def uses_keys(cache: RagCache, placement: PlatformPlacement) -> bool:
     """Whether requests need a key: by default in a cluster, and not on one machine."""
+    return asks_for_keys(cache) or (cache.spec.gateway.auth is None and placement.is_cluster)
+
+
+def asks_for_keys(cache: RagCache) -> bool:
+    """Whether a spec itself says that requests need a key or a token."""
     auth = cache.spec.gateway.auth
-    return placement.is_cluster if auth is None else auth.enabled
+    return bool(cache.spec.gateway.oidc) if auth is None else auth.enabled
 
 
 def api_key_secret_name(cache: RagCache, placement: PlatformPlacement) -> str | None:

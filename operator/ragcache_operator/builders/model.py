@@ -82,7 +82,7 @@ def _guess_parameters(name: str) -> int:
 
     Later numbers often tell something else, such as the tokens of the training.
     """
-    found = _PARAMETERS.search(name.rstrip("/").rpartition("/")[2])
+    found = _PARAMETERS.search(name.partition("@")[0].rstrip("/").rpartition("/")[2])
     if found is None:
         return 0
     experts, number, unit = found.groups()

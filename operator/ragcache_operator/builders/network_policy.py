@@ -196,6 +196,8 @@ def _egress(cache: RagCache, component: str, placement: PlatformPlacement) -> li
         rules += _retriever_egress(cache.spec.retriever, placement)
     if component == "gateway":
         urls = [engine.url for engine in cache.spec.engines if engine.url is not None]
+        issuers = cache.spec.gateway.oidc
+        urls += [url for one in issuers for url in (one.issuer, one.jwks_url) if url is not None]
         rules += [rule for url in urls for rule in _to_url(url, placement)]
     if component != "cachestore" or cache.spec.telemetry.otlp is not None:
         rules += [rule for url in proxy_urls(cache) for rule in _to_url(url, placement)]

@@ -95,6 +95,11 @@ class PlatformPlacement(Protocol):
         ...
 
     @property
+    def issuer_networks(self) -> tuple[str, ...]:
+        """Networks that are not public, and that issuers of tokens may have."""
+        ...
+
+    @property
     def is_cluster(self) -> bool:
         """Whether other machines reach the platform, so that it needs keys and a second port."""
         ...
@@ -206,6 +211,7 @@ class ClusterPlacement:
     Args:
         images: Registry and path before the name of an image.
         tag: Tag of the images.
+        image_digests: Digest by component, in place of the tag.
         component_keys: Hashes of the operator's own API keys; None without an operator.
     """
 
@@ -217,6 +223,8 @@ class ClusterPlacement:
     operator_namespace: str | None = None
     component_keys: str | None = None
     source_networks: tuple[str, ...] = ()
+    issuer_networks: tuple[str, ...] = ()
+    image_digests: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def gateway_url(self) -> str:
@@ -340,8 +348,9 @@ class ClusterPlacement:
         )
 
     def image(self, component: str) -> str:
-        """Return the image, of which each component has its own."""
-        return f"{self.images}/{component}:{self.tag}"
+        """Return the image, of which each component has its own, by digest if it has one."""
+        digest = self.image_digests.get(component)
+        return f"{self.images}/{component}" + (f"@{digest}" if digest else f":{self.tag}")
 
     def env(self) -> Mapping[str, str]:
         """Return home folders on the scratch volume, because the root file system is read-only.

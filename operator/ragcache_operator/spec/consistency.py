@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from ragcache_core.access.caller import Scope
 from ragcache_operator.spec.cluster import (
     ClientSpec,
     LabelRequirement,
 )
 from ragcache_operator.spec.collection import SourceSpec, SyncSpec
 from ragcache_operator.spec.engine_arguments import ENGINE_ARGUMENT_RULES
+from ragcache_operator.spec.oidc import OidcIssuerSpec
 from ragcache_operator.spec.pods import (
     EnvSourceSpec,
     EnvVarSpec,
@@ -38,6 +40,7 @@ from ragcache_operator.spec.retriever import (
 )
 from ragcache_operator.spec.validation import (
     ENFORCED_BY_SCHEMA,
+    NO_CEL_FOR_ITEMS,
     NO_CEL_FOR_NAMES,
     NO_CEL_FOR_QUANTITIES,
     Rule,
@@ -170,6 +173,14 @@ def _is_one_source(source: SourceSpec) -> Violation | None:
 def _bundled_lengths() -> Iterator[str]:
     for name, limit in BUNDLED_MODELS.items():
         yield f"self.source != 'bundled:{name}' || self.maxLength <= {limit}"
+
+
+def _issuer_names_differ(gateway: GatewaySpec) -> Violation | None:
+    return _first_duplicate([one.name for one in gateway.oidc], "name")
+
+
+def _issuers_differ(gateway: GatewaySpec) -> Violation | None:
+    return _first_duplicate([one.issuer for one in gateway.oidc], "issuer")
 
 
 def _max_replicas(component: type[GatewaySpec | EngineSpec]) -> Rule:
@@ -349,6 +360,31 @@ CONSISTENCY: tuple[Rule, ...] = (
         "!has(self.secretRef) || self.enabled == true",
         "is set, but enabled is false",
         "leave it out, or set enabled to true",
+    ),
+    cel_rule(
+        GatewaySpec,
+        "oidc",
+        "!has(self.oidc) || size(self.oidc) == 0 || !has(self.auth) || self.auth.enabled == true",
+        "is set, but requests need no key (auth.enabled is false)",
+        "leave it out, or set auth.enabled to true",
+    ),
+    Rule(GatewaySpec, "oidc", _issuer_names_differ, ENFORCED_BY_SCHEMA),
+    Rule(GatewaySpec, "oidc", _issuers_differ, NO_CEL_FOR_ITEMS),
+    cel_rule(
+        OidcIssuerSpec,
+        "tenants",
+        "!has(self.tenants) || size(self.tenants) == 0 || has(self.tenantClaim)",
+        "is set without tenantClaim",
+        "name the claim that has the tenant",
+    ),
+    cel_rule(
+        OidcIssuerSpec,
+        "scopes",
+        "(has(self.defaultScopes) && size(self.defaultScopes) > 0) || (has(self.scopes) && ("
+        + " || ".join(f"(has(self.scopes.{one}) && size(self.scopes.{one}) > 0)" for one in Scope)
+        + "))",
+        "gives no scope, so that tokens of this issuer may do nothing",
+        "set scopes.ask, for example",
     ),
     _max_replicas(GatewaySpec),
     _max_replicas(EngineSpec),

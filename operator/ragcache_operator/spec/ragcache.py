@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field
 
 from ragcache_core.eviction import PolicyName
 from ragcache_operator.spec.cluster import NetworkPolicySpec, TelemetrySpec
+from ragcache_operator.spec.oidc import OidcIssuerSpec
 from ragcache_operator.spec.pods import (
     EnvVarSpec,
     PodTemplateSpec,
@@ -26,7 +27,7 @@ from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.retriever import RetrieverSpec
 from ragcache_operator.spec.values import (
     CLAIM_FOLDER,
-    HUB_NAME,
+    HUB_COMMIT,
     LOCAL_FOLDER,
     Annotations,
     ApiKeySecret,
@@ -77,7 +78,7 @@ _IMAGE = r"[A-Za-z0-9][A-Za-z0-9._/:@-]*"
 _MODEL_SOURCE: Final = "|".join(
     [
         *(f"bundled:{name}" for name in BUNDLED_MODELS),
-        f"hf:{HUB_NAME}",
+        f"hf:{HUB_COMMIT}",
         f"path:{LOCAL_FOLDER}",
         f"pvc:{CLAIM_FOLDER}",
         f"image:{_IMAGE}",
@@ -106,12 +107,13 @@ class ModelSource:
                 )
             case "path" if re.fullmatch(LOCAL_FOLDER, value):
                 return cls("path", value)
-            case "hf" if re.fullmatch(HUB_NAME, value):
+            case "hf" if re.fullmatch(HUB_COMMIT, value):
                 return cls("hf", value)
             case "hf":
                 raise validation_error(
                     f"{value!r} is not a Hugging Face model name",
-                    "write it like hf:meta-llama/Llama-3.1-8B-Instruct",
+                    "write it like hf:meta-llama/Llama-3.1-8B-Instruct, with @ and 40 hexadecimal "
+                    "digits for a commit",
                 )
             case "pvc" if re.fullmatch(CLAIM_FOLDER, value, re.ASCII):
                 return cls("pvc", value)
@@ -151,7 +153,7 @@ class ModelSource:
                 return PurePosixPath(self.value).name or "model"
             case "image":
                 return PurePosixPath(self.value.partition("@")[0]).name.partition(":")[0]
-        return self.value
+        return self.value.partition("@")[0]
 
 
 def _model_source(text: str) -> str:
@@ -170,8 +172,9 @@ class ModelSpec(ManifestModel):
     ] = "bundled:smollm2"
     """Source of the model's weights. bundled:smollm2 is SmolLM2-135M-Instruct, a small general
     model that the images contain. bundled:tinyrag is a test model. hf:ORGANISATION/NAME is a model
-    of the Hugging Face hub. pvc:CLAIM/FOLDER is a volume claim of this namespace, which pods mount
-    read-only. image:REFERENCE is an OCI image, which pods mount as a volume; it needs
+    of the Hugging Face hub, and hf:ORGANISATION/NAME@COMMIT pins what is loaded of it. Without a
+    commit, its owner may change that. pvc:CLAIM/FOLDER is a volume claim of this namespace, which
+    pods mount read-only. image:REFERENCE is an OCI image, which pods mount as a volume; it needs
     Kubernetes 1.35. path:FOLDER is a local folder, for `ragcache up` only."""
     token_secret: SecretKey | None = None
     """Token for a gated model of the Hugging Face hub. It requires an hf: source."""
@@ -356,6 +359,9 @@ class GatewaySpec(ManifestModel):
     auth: GatewayAuthSpec | None = None
     """Who may call the gateway. If unset, requests need an API key in a cluster, and need none with
     `ragcache up`, which only this machine reaches."""
+    oidc: Annotated[tuple[OidcIssuerSpec, ...], ServerList(8, kind="map")] = ()
+    """Issuers of OpenID Connect. A caller may send a token of one of them in place of an API key.
+    `ragcache up` then needs keys, too."""
     audit: GatewayAuditSpec | None = None
     """Records writes, deletes, reads of documents, backups and refused requests in an audit log. If
     unset, there is none. {} writes it to standard output. While it cannot be written, the gateway

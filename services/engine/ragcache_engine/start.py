@@ -47,9 +47,12 @@ def check_memory(arguments: Sequence[str], settings: EngineSettings) -> None:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", default="")
+    parser.add_argument("--revision", default="")
     parser.add_argument("--dtype", default="auto")
     given, _ = parser.parse_known_args(list(arguments))
-    weights_bytes = read_weights_bytes(given.model, given.dtype)
+    is_pinned = given.revision and not Path(given.model).is_dir()
+    source = f"{given.model}@{given.revision}" if is_pinned else given.model
+    weights_bytes = read_weights_bytes(source, given.dtype)
     if weights_bytes is None:
         return
     kv_bytes = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0) * (1 << 30))

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter
 
+from ragcache_core.access.networks import Network, parse_networks
+from ragcache_core.access.token_claims import TokenIssuer
 from ragcache_core.planner.request_plan import EngineRole
 from ragcache_wire.settings.field_types import (
     AbsolutePath,
@@ -168,6 +170,28 @@ def _models(value: str | Sequence[ModelSettings]) -> tuple[ModelSettings, ...]:
     return _MODELS.validate_json(value) if isinstance(value, str) else tuple(value)
 
 
+_ISSUERS: Final = TypeAdapter(tuple[TokenIssuer, ...])
+
+
+def issuers_text(issuers: Sequence[TokenIssuer]) -> str:
+    """Return issuers of tokens as a setting has them."""
+    return _ISSUERS.dump_json(tuple(issuers)).decode()
+
+
+def _token_issuers(value: str | Sequence[TokenIssuer]) -> tuple[TokenIssuer, ...]:
+    issuers = _ISSUERS.validate_json(value) if isinstance(value, str) else tuple(value)
+    for names in ([one.name for one in issuers], [one.issuer for one in issuers]):
+        if len(set(names)) < len(names):
+            raise ValueError("a name or a URL twice")
+    return issuers
+
+
+def _networks(value: str | Sequence[Network]) -> tuple[Network, ...]:
+    if not isinstance(value, str):
+        return tuple(value)
+    return parse_networks("RAGCACHE_ISSUER_NETWORKS", (one.strip() for one in value.split(",")))
+
+
 def _audit_target(value: str | None) -> str | None:
     if value is not None and value != "stdout" and not os.path.isabs(value):
         raise ValueError("neither stdout nor an absolute path")
@@ -217,6 +241,19 @@ class GatewaySettings(ServiceSettings):
         (), internal="The operator has keys for its self-test and for syncs."
     )
     """Hashes of the keys of the platform's own components, beside those of the file."""
+    oidc: Annotated[
+        tuple[TokenIssuer, ...],
+        PlainValidator(_token_issuers),
+        Accepts("a JSON list of issuers, each with name, issuer, audiences and what claims give"),
+    ] = setting((), internal="The operator writes it from spec.gateway.oidc.")
+    """Issuers of JSON Web Tokens that callers may send in place of an API key. Each has a name and
+    a URL of its own."""
+    issuer_networks: Annotated[
+        tuple[Network, ...],
+        PlainValidator(_networks),
+        Accepts("networks like 10.1.0.0/16, several with commas between"),
+    ] = setting((), internal="Only the administrator of the cluster opens networks.")
+    """Networks that are not public, and that issuers of tokens may have."""
     audit: (
         Annotated[
             str,

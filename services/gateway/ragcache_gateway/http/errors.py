@@ -91,6 +91,19 @@ class NotAuthenticated(RagCacheError):
         )
 
 
+class InvalidToken(NotAuthenticated):
+    """A JSON Web Token that is not valid.
+
+    Args:
+        problem: What is wrong with it, without anything of the token.
+    """
+
+    def __init__(self, problem: str) -> None:
+        RagCacheError.__init__(
+            self, f"Authorization: the token {problem}; get another one from your issuer"
+        )
+
+
 class MissingScope(RagCacheError):
     """A key without the scope that a path needs.
 
@@ -197,6 +210,11 @@ def to_http(error: RagCacheError, recovery_s: float = 0.0) -> HttpError:
         case Forbidden():
             code = f"{error.header.lower()}_not_allowed"
             http = HttpError(403, error_body(str(error), "permission_error", error.header, code))
+        case InvalidToken():
+            body = error_body(str(error), "invalid_request_error", "Authorization", "invalid_token")
+            # Source: RFC 6750, section 3.1.
+            challenge = 'Bearer realm="ragcache", error="invalid_token"'
+            http = HttpError(401, body, {"WWW-Authenticate": challenge})
         case NotAuthenticated():
             body = error_body(
                 str(error), "invalid_request_error", "Authorization", "invalid_api_key"

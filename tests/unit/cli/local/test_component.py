@@ -297,7 +297,14 @@ def test_fields_of_the_gateway_reach_the_local_process(tmp_path: Path, model: Pa
             "reordering": {"windowMilliseconds": 500},
             "layout": "documents-first",
             "rewrite": "model",
-            "auth": {},
+            "oidc": [
+                {
+                    "name": "id",
+                    "issuer": "http://localhost:8443/realms/docs",
+                    "audiences": ["docs"],
+                    "defaultScopes": ["ask"],
+                }
+            ],
             "limits": {"connections": 99},
         },
     )["gateway"]
@@ -312,5 +319,8 @@ def test_fields_of_the_gateway_reach_the_local_process(tmp_path: Path, model: Pa
         "RAGCACHE_MAX_CONNECTIONS": "99",
     }
     assert given.items() <= gateway.env.items()
+    # Tokens need keys beside them, and may come from this machine.
+    assert '"issuer":"http://localhost:8443/realms/docs"' in gateway.env["RAGCACHE_OIDC"]
+    assert gateway.env["RAGCACHE_ISSUER_NETWORKS"] == "0.0.0.0/0,::/0"
     # One machine needs no second port.
     assert "RAGCACHE_ADMIN_LISTEN" not in gateway.env

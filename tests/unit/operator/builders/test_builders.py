@@ -117,6 +117,17 @@ def test_components_agree_on_the_model(spec: Object) -> None:
     assert gateway["RAGCACHE_MAX_MODEL_LEN"] == str(cache.spec.model.max_length)
 
 
+def test_a_commit_pins_the_model_of_gateway_retriever_and_engine() -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    children = build(model={"source": f"hf:org/model@{commit}"})
+    arguments = container_of(children, "engine-main")["args"]
+    told = {name: arguments[arguments.index(name) + 1] for name in arguments[:8:2]}
+    assert (told["--model"], told["--served-model-name"]) == ("org/model", "org/model")
+    assert told["--revision"] == told["--tokenizer-revision"] == commit
+    for part in ("gateway", "retriever"):
+        assert env_of(children, part)["RAGCACHE_MODEL"] == f"org/model@{commit}"
+
+
 @pytest.mark.parametrize("example", ["quickstart.yaml", "huggingface.yaml"])
 def test_the_examples_satisfy_current_kubernetes_schemas(example: str) -> None:
     cache = load_manifest(ROOT / "examples" / example)
@@ -134,6 +145,7 @@ def test_the_examples_satisfy_current_kubernetes_schemas(example: str) -> None:
         ({"source": "hf:meta-llama/Llama-3.1-8B-Instruct"}, 16 * 10**9),
         ({"source": "hf:Qwen/Qwen3-0.6B", "dtype": "float32"}, 24 * 10**8),
         ({"source": "hf:Qwen/Qwen3-30B-A3B"}, 60 * 10**9),
+        ({"source": f"hf:Qwen/Qwen3-30B-A3B@{'8' * 40}"}, 60 * 10**9),
         ({"source": "hf:mistralai/Mixtral-8x7B-Instruct-v0.1"}, 112 * 10**9),
         ({"source": "pvc:models/llama-70b"}, 140 * 10**9),
         ({"source": "image:registry.example.com/models/smollm-135m:1"}, 27 * 10**7),

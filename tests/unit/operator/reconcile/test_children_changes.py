@@ -56,6 +56,13 @@ PART_POLICIES = " ".join(
 HUB_POLICIES = "NetworkPolicy/gateway NetworkPolicy/retriever NetworkPolicy/engine"
 PROXY_POLICIES = f"{HUB_POLICIES} NetworkPolicy/cachestore NetworkPolicy/sync"
 
+ISSUER = {
+    "name": "id",
+    "issuer": "https://one.example.com:8443",
+    "audiences": ["one"],
+    "defaultScopes": ["ask"],
+}
+
 # Field: its new value, the workloads that roll out, the other children that change.
 CHANGES: dict[str, tuple[Any, str, str]] = {
     "model.source": ("hf:c/d", MODEL_READERS, ""),
@@ -92,6 +99,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "gateway.auth.enabled": (False, GATEWAY, ""),
     "gateway.auth.secretRef.name": ("own", GATEWAY, ""),
     "gateway.auth.secretRef.key": ("own", GATEWAY, ""),
+    "gateway.oidc": ([ISSUER], GATEWAY, "NetworkPolicy/gateway"),
     "gateway.allowedHosts": (["b.example.com"], GATEWAY, ""),
     "gateway.allowedOrigins": (["https://b.example.com"], GATEWAY, ""),
     "gateway.ingress.host": ("b.example.com", GATEWAY, "Ingress/gateway"),
