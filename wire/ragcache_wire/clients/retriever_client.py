@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from ragcache_core.cost.text_rate import TextRate
+from ragcache_wire.asking import asker_metadata
 from ragcache_wire.channel import OPTIONS, with_options
 from ragcache_wire.peers.signed_channel import signed
 from ragcache_wire.status import from_rpc_error
@@ -118,7 +119,10 @@ class RetrieverClient:
     async def upsert_document(self, document: pb.Document) -> pb.UpsertDocumentReply:
         """Insert or replace a document. It is searchable and durable when this returns."""
         request = pb.UpsertDocumentRequest(document=document)
-        return await _call(self._stub.UpsertDocument(request, timeout=UPSERT_TIMEOUT_S))
+        metadata = asker_metadata()
+        return await _call(
+            self._stub.UpsertDocument(request, timeout=UPSERT_TIMEOUT_S, metadata=metadata)
+        )
 
     async def delete_document(self, collection: str, document_id: str) -> pb.DeleteDocumentReply:
         """Delete a document. Raises NotFound, but not for a repetition soon after."""
@@ -213,7 +217,7 @@ class RetrieverClient:
 
         The call belongs to the trace of the caller's current span.
         """
-        call = self._stub.Search(request, timeout=QUERY_TIMEOUT_S, metadata=current_metadata())
+        call = self._stub.Search(request, timeout=QUERY_TIMEOUT_S, metadata=_metadata())
         try:
             async for stage in call:
                 yield stage
@@ -250,12 +254,17 @@ class RetrieverClient:
         return reply.documents
 
 
+def _metadata() -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call: its trace, and whose key asks."""
+    return (*(current_metadata() or ()), *asker_metadata())
+
+
 async def _in_time(method: Callable[..., Awaitable[R]], request: Any, rate: TextRate) -> R:
     """Call a method that reads texts. Raises TooLarge if they take longer than the deadline."""
     rate.check(request.texts)
     start_s = time.monotonic()
     try:
-        reply = await method(request, timeout=EMBED_TIMEOUT_S, metadata=current_metadata())
+        reply = await method(request, timeout=EMBED_TIMEOUT_S, metadata=_metadata())
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             rate.observe_end(request.texts)
