@@ -22,6 +22,7 @@ from ragcache_wire.v1 import retriever_pb2 as pb
 
 RETRY_AFTER_S = 1.0
 _UNNAMED = frozenset({"", ANYONE.name})
+_NO_KEYS: Shares[str] = Shares()
 _ONE_MORE: Shares[str] = Shares(weights={"": 1.0})
 """Keys have equal shares, and another one may come at any time."""
 
@@ -51,7 +52,7 @@ class LimitInterceptor(CallInterceptor):
         match method:
             case "Embed" | "Rerank":
                 counted = self._search
-            case "UpsertDocument":
+            case "UpsertDocument" | "SubmitDocument":
                 counted = self._upsert
             case _:
                 return call
@@ -80,7 +81,7 @@ class LimitInterceptor(CallInterceptor):
     @contextlib.contextmanager
     def _search(self, _: Any) -> Iterator[None]:
         name = asker()
-        shares = Shares[str]() if name in _UNNAMED else _ONE_MORE
+        shares = _NO_KEYS if name in _UNNAMED else _ONE_MORE
         if not may_enter(name, self._searches, shares, self._max_searches):
             problem = f"{self._searches.total()} searches are running"
             raise Overloaded("retriever", problem, RETRY_AFTER_S)
@@ -92,7 +93,9 @@ class LimitInterceptor(CallInterceptor):
             self._searches += Counter()  # drops keys without one
 
     @contextlib.contextmanager
-    def _upsert(self, request: pb.UpsertDocumentRequest) -> Iterator[None]:
+    def _upsert(
+        self, request: pb.UpsertDocumentRequest | pb.SubmitDocumentRequest
+    ) -> Iterator[None]:
         name, num_bytes = asker(), request.ByteSize()
         total = self._upsert_bytes.total()
         free = self._max_upsert_bytes - total

@@ -220,8 +220,8 @@ def test_closing_ends_evaluations_that_run_and_that_wait(
 ) -> None:
     cache = FilterCache(store, changes)  # type: ignore[arg-type]
     store.reads.may_go_on.clear()
-    waiting = [cache.request(generation, Exists(f"field {i}")) for i in range(NUM_THREADS + 1)]
-    wait_until(lambda: store.reads.num_evaluations == NUM_THREADS)
+    waiting = [cache.request(generation, Exists(f"field {i}")) for i in range(MOST_OF_ONE + 1)]
+    wait_until(lambda: store.reads.num_evaluations == MOST_OF_ONE)
     changes.of[generation] += 1
     waiting.append(cache.request(generation, Exists("field 0")))
     cache.close()

@@ -25,6 +25,9 @@ QUERY_TIMEOUT_S = 10.0
 UPSERT_TIMEOUT_S = 300.0
 """Embedding a large document takes minutes on a small machine."""
 
+SUBMIT_TIMEOUT_S = 60.0
+"""Time to store a document that is written later."""
+
 EMBED_TIMEOUT_S = 60.0
 """Time to embed or to score a client's texts."""
 
@@ -34,6 +37,7 @@ COPY_TIMEOUT_S = 3600.0
 _READS: Final = (
     *("Search", "GetCollection", "ListCollections", "GetDocument", "ListDocuments"),
     *("GetSimilarChunks", "ListRemovals", "GetReport", "GetStatus", "Embed", "Rerank"),
+    "GetOperation",
     # A repetition adds nothing.
     *("AddUsage", "ListUsage"),
 )
@@ -123,6 +127,23 @@ class RetrieverClient:
         return await _call(
             self._stub.UpsertDocument(request, timeout=UPSERT_TIMEOUT_S, metadata=metadata)
         )
+
+    async def submit_document(self, document: pb.Document, owner: str) -> pb.Operation:
+        """Have a document written later.
+
+        Args:
+            owner: Tenant that may see the operation; empty: callers without a tenant.
+        """
+        request = pb.SubmitDocumentRequest(document=document, owner=owner)
+        call = self._stub.SubmitDocument(
+            request, timeout=SUBMIT_TIMEOUT_S, metadata=asker_metadata()
+        )
+        return await _call(call)
+
+    async def get_operation(self, operation_id: str, owner: str) -> pb.Operation:
+        """Return an operation. Raises NotFound, also for one of another owner."""
+        request = pb.GetOperationRequest(id=operation_id, owner=owner)
+        return await _call(self._stub.GetOperation(request, timeout=QUERY_TIMEOUT_S))
 
     async def delete_document(self, collection: str, document_id: str) -> pb.DeleteDocumentReply:
         """Delete a document. Raises NotFound, but not for a repetition soon after."""

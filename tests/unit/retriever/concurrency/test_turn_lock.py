@@ -21,7 +21,7 @@ async def test_callers_take_turns() -> None:
             group.create_task(work("red"))
         await asyncio.sleep(0)
         group.create_task(work("blue"))
-    assert order.index("blue") <= 2
+    assert order.index("blue") <= 3
     assert order.count("red") == 20
 
 
