@@ -16,7 +16,7 @@ from ragcache_core.access.caller import ANYONE
 from ragcache_core.errors import InvalidInput, NotFound, Overloaded, TooLarge, Unavailable
 from ragcache_core.scheduling.fair_share import Shares, may_enter
 from ragcache_retriever.metrics import Metrics
-from ragcache_wire.asking import adopt_asker, asker
+from ragcache_wire.asking import asker
 from ragcache_wire.server import CallInterceptor, StreamCall, UnaryCall
 from ragcache_wire.v1 import retriever_pb2 as pb
 
@@ -31,8 +31,7 @@ class LimitInterceptor(CallInterceptor):
     """Refuses searches and upserts that would have to queue. Embed and Rerank count as searches.
 
     A key has its share of the searches, as tenants have of a gateway's slots (``fair_share``). Of
-    the bytes it gets at most as many as it leaves free. The calls are work of the key that they
-    name.
+    the bytes it gets at most as many as it leaves free.
     Source: dynamic thresholds (Choudhury and Hahne, IEEE/ACM Transactions on Networking 1998).
 
     Args:
@@ -58,7 +57,6 @@ class LimitInterceptor(CallInterceptor):
                 return call
 
         async def limited(request: Any, context: Any) -> Any:
-            adopt_asker(context.invocation_metadata())
             with counted(request):
                 return await call(request, context)
 
@@ -70,7 +68,6 @@ class LimitInterceptor(CallInterceptor):
             return call
 
         async def limited(request: Any, context: Any) -> AsyncGenerator[Any, None]:
-            adopt_asker(context.invocation_metadata())
             with self._search(request):
                 async with contextlib.aclosing(call(request, context)) as stages:
                     async for stage in stages:

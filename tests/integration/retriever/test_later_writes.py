@@ -143,7 +143,7 @@ async def test_a_later_change_of_the_document_cancels_what_is_pending(
         assert (await client.get_operation(sent.id, "")).state == CANCELLED
         held.hold.set()
         if change in ("delete", "collection"):
-            # Whatever is submitted after it has ended.
+            # This one begins after it.
             await ended(client, await client.submit_document(document("last"), ""))
             with pytest.raises(NotFound):
                 await client.get_document("c", "a")

@@ -47,8 +47,8 @@ MAX_PENDING_BYTES: Final = 1 << 30
 CLAIM_MS: Final = 60_000
 """Time after which another retriever takes over what a killed one was working on."""
 RENEW_S: Final = 20.0
-LOOK_S: Final = 10.0
-"""Time between two looks for work of retrievers that have ended, and for what failed for a time."""
+POLL_S: Final = 10.0
+"""Time between two polls for work of retrievers that have ended, and for what failed for a time."""
 
 
 class LaterWrites:
@@ -124,7 +124,7 @@ class LaterWrites:
             free = MAX_PENDING_BYTES - total
             if waiting.get(target.owner, 0) + len(packed) > free:
                 problem = f"{total} bytes of documents wait to be written"
-                raise Overloaded("retriever", problem, LOOK_S)
+                raise Overloaded("retriever", problem, POLL_S)
             operation = table.put(target, packed, now_ms)
             self._store.database.commit()
         return operation
@@ -156,7 +156,7 @@ class LaterWrites:
                 continue
             if claimed is None:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
+                    async with asyncio.timeout(POLL_S):
                         await self._has_work.wait()
                 continue
             try:
