@@ -186,10 +186,10 @@ async def test_one_owner_leaves_room_to_others(
     monkeypatch.setattr(later_writes, "MAX_PENDING_BYTES", 100_000)
     held = HeldEmbedder()
     async with retriever(tmp_path, tiny_model, held) as client:
-        for i in range(9):
+        for i in range(10):
             await client.submit_document(document(f"d{i}", "word " * 1000), "red")
         with pytest.raises(Overloaded, match="wait to be written"):
-            await client.submit_document(document("d9", "word " * 1000), "red")
+            await client.submit_document(document("d10", "word " * 1000), "red")
         await client.submit_document(document("a", "word " * 1000), "blue")
         held.hold.set()
 

@@ -148,7 +148,9 @@ class DocumentBatch:
             await asyncio.gather(working, return_exceptions=True)
             done = self._summary
             counts = {"written": done.written, "unchanged": done.unchanged, "failed": done.failed}
-            note_counts(**counts, submitted=done.submitted)
+            if done.submitted:
+                counts["submitted"] = done.submitted
+            note_counts(**counts)
         yield self._summary
 
     async def _next_event(self, working: asyncio.Task[None]) -> BatchEvent | None:
