@@ -49,7 +49,7 @@ class AttackedGateway:
 
 @asynccontextmanager
 async def attacked_gateway(
-    model: Path, folder: Path, entries: Mapping[str, str] = ENTRIES, **environment: str
+    model: Path, folder: Path, entries: Mapping[str, str] = ENTRIES, /, **environment: str
 ) -> AsyncIterator[AttackedGateway]:
     """Run a gateway, and check at the end that its log has no traceback.
 

@@ -162,7 +162,7 @@ async def test_a_document_that_cannot_be_embedded_in_time_is_413_with_its_fix(
             fix = "send it with `Prefer: respond-async`, or divide the document"
             raise TooLarge("document.text", "of document 'a.md' takes too long", fix)
 
-        gateway.retriever._upsert = refuse  # type: ignore[assignment,method-assign]
+        gateway.retriever._upsert = refuse  # type: ignore[method-assign]
         answer = await gateway.client.post("/v1/documents", json=DOCUMENT)
         assert answer.status_code == 413, answer.text
         error = answer.json()["error"]

@@ -216,7 +216,7 @@ class LaterWrites:
                 )
         except (InvalidInput, NotFound) as error:
             _, message, fields = to_status(error)
-            told = {"error": {"message": message, **fields}}
+            told: dict[str, Any] = {"error": {"message": message, **fields}}
             await self._finish(claimed.row, OperationState.FAILED, told)
         except (RagCacheError, OperationEnded):
             raise
