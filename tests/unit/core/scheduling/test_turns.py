@@ -1,4 +1,4 @@
-"""Callers take turns, whatever waits of each."""
+"""Callers take turns, however much of each waits."""
 
 from __future__ import annotations
 
