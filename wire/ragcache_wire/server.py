@@ -17,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typing_extensions import override
 
 from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_wire.asking import adopt_asker
 from ragcache_wire.channel import SERVER_OPTIONS
 from ragcache_wire.http_server import HealthServer
 from ragcache_wire.peers.peer_access import PeerGuard
@@ -77,6 +78,30 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return grpc.stream_unary_rpc_method_handler(unary, *codecs)
         unary = self.around_unary(method, handler.unary_unary)
         return grpc.unary_unary_rpc_method_handler(unary, *codecs)
+
+
+class AskerInterceptor(CallInterceptor):
+    """Makes each call the work of the key that its metadata names (``asking``)."""
+
+    @override
+    def around_unary(self, method: str, call: UnaryCall) -> UnaryCall:
+        async def adopted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            adopt_asker(context.invocation_metadata())
+            return await call(request, context)
+
+        return adopted
+
+    @override
+    def around_stream(self, method: str, call: StreamCall) -> StreamCall:
+        async def adopted(
+            request: Any, context: grpc.aio.ServicerContext[Any, Any]
+        ) -> AsyncGenerator[Any, None]:
+            adopt_asker(context.invocation_metadata())
+            async with contextlib.aclosing(call(request, context)) as replies:
+                async for reply in replies:
+                    yield reply
+
+        return adopted
 
 
 class _Undecodable:
@@ -183,6 +208,7 @@ class GrpcServer:
             interceptors=[
                 PeerInterceptor(PeerGuard(keys, listen)),
                 ErrorInterceptor(),
+                AskerInterceptor(),
                 *interceptors,
             ],
             options=SERVER_OPTIONS,

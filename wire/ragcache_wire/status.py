@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -79,6 +79,14 @@ def from_rpc_error(service: str, error: grpc.RpcError) -> RagCacheError:
     if code in _RETRYABLE:
         return NoAnswer(service, f"{code.name.lower()}: {details}")
     return RagCacheError(f"the {service} failed: {code.name.lower()}: {details}")
+
+
+def error_of(service: str, fields: Mapping[str, object], problem: str) -> RagCacheError:
+    """Return the error whose fields ``to_status`` has made."""
+    texts = {name: str(value) for name, value in fields.items()}
+    return _named_error(service, texts, problem) or RagCacheError(
+        f"the {service} failed: {problem}"
+    )
 
 
 def _named_error(service: str, fields: dict[str, str], problem: str) -> RagCacheError | None:

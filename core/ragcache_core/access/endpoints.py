@@ -35,7 +35,7 @@ _DESCRIPTIONS: Final = frozenset({"/openapi.json", "/v1/models"})
 _COLLECTION_PREFIX: Final = "/v1/collections"
 _HEALTH_PATHS: Final = frozenset({"/health", "/healthz", "/readyz"})
 _WRITE_PATHS: Final = frozenset({"/v1/collections", "/v1/documents", "/v1/documents:batch"})
-_WRITE_PREFIXES: Final = ("/v1/collections/", "/v1/documents/")
+_WRITE_PREFIXES: Final = ("/v1/collections/", "/v1/documents/", "/v1/operations/")
 
 
 def plain_path(path: str) -> str:

@@ -226,6 +226,7 @@ class CollectionSet:
     def _delete(self, name: str) -> CollectionRemoval:
         stored = self.store.collections.one(name)
         with self.store.database.transaction(frees_space=True):
+            self.store.operations.cancel(name, None, self.threads.now_ms())
             self.store.collections.start_deleting(name)
             step = self.store.documents.remove_of_collection(
                 name, REMOVED_AT_ONCE, self.threads.now_ms()

@@ -16,6 +16,7 @@ from ragcache_gateway.auth.api_keys import ApiKeys
 from ragcache_gateway.auth.bearer_tokens import BearerTokens, TokenRefused
 from ragcache_gateway.http.errors import InvalidToken, MissingScope, NotAuthenticated, response_to
 from ragcache_gateway.shown_address import AddressView, viewing
+from ragcache_wire.asking import asking
 
 CALLER: Final = "caller"
 """Name of the caller in a request's state."""
@@ -83,7 +84,7 @@ class KeyCheck:
             (name, value) for name, value in scope["headers"] if name not in IDENTITY_HEADERS
         ]
         scope.setdefault("state", {})[CALLER] = caller
-        with viewing(self._views[caller.may(Scope.ADMIN)]):
+        with viewing(self._views[caller.may(Scope.ADMIN)]), asking(caller.name):
             await self._app(scope, receive, send)
 
     async def _caller_of(self, scope: AsgiScope) -> Caller:
