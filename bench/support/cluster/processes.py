@@ -63,6 +63,7 @@ class PlatformSpec:
                 "engines": [{"name": f"e{i}", **engine} for i in range(self.engines)],
                 "cacheStore": {"memory": self.store_memory, "disk": {"size": "4Gi"}},
                 "gateway": {"limits": {"questions": 2048}},
+                "tls": {"enabled": False},  # simulated engines serve plain HTTP
             },
         }
         placement = LocalPlacement(data, next(_PORTS), _PORTS)

@@ -34,7 +34,8 @@ from ragcache_wire.settings.field_types import (
     WholeSeconds,
     whole_number,
 )
-from ragcache_wire.settings.table import Accepts, ServiceSettings, setting
+from ragcache_wire.settings.part import PartSettings
+from ragcache_wire.settings.table import Accepts, setting
 from ragcache_wire.watched.limits import FileLimits, FixedLimits, GatewayLimits, Limits
 
 MIN_MODEL_LEN: Final = 64
@@ -174,7 +175,7 @@ def _audit_target(value: str | None) -> str | None:
     return value
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(PartSettings):
     """What the gateway reads from its environment."""
 
     service: ClassVar[str] = "gateway"

@@ -56,6 +56,7 @@ from ragcache_gateway.engines.liveness import Liveness
 from ragcache_gateway.engines.openai_api import AnswerReader, openai_body, takes_token_ids
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.clients.engine_client import EngineClient
+from ragcache_wire.peers.credentials import NO_CREDENTIALS
 from ragcache_wire.peers.peer_access import PeerTokens
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
@@ -207,9 +208,9 @@ class Engine:
         self._in_flight_gauge = metrics.engine_in_flight.labels(address)
         self._failures = metrics.engine_failures.labels(address)
         # An engine of others gets no token.
-        keys = None if records is None else settings.signing_key_file
-        self._tokens = PeerTokens(keys)
-        self._records = EngineClient(self.records, keys) if self.records is not None else None
+        credentials = NO_CREDENTIALS if records is None else settings.credentials
+        self._tokens = PeerTokens(credentials.keys)
+        self._records = None if self.records is None else EngineClient(self.records, credentials)
         self._connections = EngineConnections(
             address,
             ConnectionTimes(settings.engine_connect_timeout_s, _WRITE_TIMEOUT_S, _KEEPALIVE_S),
