@@ -124,7 +124,7 @@ class Platform:
         """Wait until components are ready; those that are simulated, too."""
         for name in names:
             check = self.components[name].startup
-            url = f"http://{check.address}{check.path}"
+            url = check.url
             service = self.services.get(name) or self.services["engines"]
             service.wait_until("ready", lambda url=url: answers(url))
 

@@ -15,6 +15,7 @@ from ragcache_operator.builders import (
     retriever,
 )
 from ragcache_operator.builders.metadata import Object, with_owner, with_spec_hash
+from ragcache_operator.builders.part_tls import certificate_config_map
 from ragcache_operator.builders.placement import PlatformPlacement
 from ragcache_operator.spec.ragcache import RagCache
 
@@ -28,6 +29,7 @@ def build_children(cache: RagCache, placement: PlatformPlacement) -> list[Object
         InvalidInput: The model is not available at this placement.
     """
     children = [
+        *certificate_config_map(cache, placement.certificate),
         *network_policy.build(cache, placement),
         *pod_monitor.build(cache, placement),
         *cachestore.build(cache, placement),

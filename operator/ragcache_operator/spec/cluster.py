@@ -68,6 +68,15 @@ class NetworkPolicySpec(ManifestModel):
     app.kubernetes.io/name: prometheus."""
 
 
+class TlsSpec(ManifestModel):
+    """TlsSpec sets the encryption of the connections between the components."""
+
+    enabled: bool = True
+    """Whether gateway, retriever, shards and engines encrypt their connections with each other, and
+    show each other certificates. The operator makes the certificates and renews them. A change
+    restarts all pods, and until all have restarted the old ones cannot call the new ones."""
+
+
 class OtlpSpec(ManifestModel):
     """OtlpSpec names an OpenTelemetry collector."""
 

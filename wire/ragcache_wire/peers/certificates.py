@@ -84,6 +84,12 @@ class Certificates(WatchedFile[Certificate]):
             path, parse, parse(b""), name="certificate", describe=lambda one: one.name, clock=clock
         )
 
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Have new connections of another library's server show the certificate in the folder."""
+        folder = self._path.resolve().parent
+        context.load_cert_chain(folder / CERTIFICATE_FILE, folder / KEY_FILE)
+        context.load_verify_locations(folder / AUTHORITIES_FILE)
+
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return credentials of a gRPC server. It admits clients with a certificate alone."""
         handed = self.current()

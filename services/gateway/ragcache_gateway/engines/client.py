@@ -147,6 +147,22 @@ _JSON = {"content-type": "application/json"}
 _KEY_REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
+def _tls(
+    group: EngineAddress, settings: GatewaySettings
+) -> Callable[[], tuple[ssl.SSLContext, str]]:
+    """Return what returns the TLS context of connections to an engine, and the server's name."""
+    certificates = settings.tls_dir
+    if group.records_port is None or certificates is None:  # a server of others
+        context = ssl.create_default_context()
+        return lambda: (context, group.host)
+
+    def of_peer() -> tuple[ssl.SSLContext, str]:
+        certificate = certificates.current()
+        return certificate.client, certificate.name
+
+    return of_peer
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a request is predicted to take from its engine before the first token.
@@ -172,7 +188,7 @@ class Engine:
 
     Args:
         group: How it is reached, and what it is.
-        ip: Its IP address; with TLS its host name, which certificates have.
+        ip: Its IP address; of an https server without RagCache its host name.
 
     Attributes:
         role: What it does for a request, where an engine of another role can do the rest.
@@ -215,7 +231,7 @@ class Engine:
             address,
             ConnectionTimes(settings.engine_connect_timeout_s, _WRITE_TIMEOUT_S, _KEEPALIVE_S),
             authority=group.authority,
-            tls=ssl.create_default_context() if group.is_tls else None,
+            tls=_tls(group, settings) if group.is_tls else None,
             # The pool of questions bounds the requests.
             max_connections=None,
         )
