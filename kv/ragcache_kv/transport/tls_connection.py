@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-from typing import Final
+from typing import Final, cast
 
 from typing_extensions import override
 
@@ -116,7 +116,7 @@ class TlsConnection(FramedConnection):
     def _receive(self, target: memoryview, flags: int) -> int:
         while True:
             try:
-                count = self._tls.read(len(target), target)
+                count = cast(int, self._tls.read(len(target), target))  # as it has a buffer
             except ssl.SSLWantReadError:
                 self._fill(len(target))
                 continue

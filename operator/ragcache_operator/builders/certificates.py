@@ -21,6 +21,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 DAY_S: Final = 86_400
 PERIOD_S: Final = 30 * DAY_S
@@ -87,7 +88,7 @@ class CertificateAuthority:
 
     def _certificate(self, number: int, authority: int, begin_s: float, end_s: float) -> str:
         issuer, key = self._key(f"authority {authority}"), self._key("part")
-        usages = [x509.ExtendedKeyUsageOID.SERVER_AUTH, x509.ExtendedKeyUsageOID.CLIENT_AUTH]
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         return _signed(
             _begun(self.name, self._authority_name(authority), key, (begin_s, end_s))
             .serial_number(self._serial(f"part {number}"))

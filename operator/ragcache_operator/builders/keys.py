@@ -106,7 +106,7 @@ def api_key_secret_name(cache: RagCache, placement: PlatformPlacement) -> str | 
     return unique_name(cache, placement, _API_KEYS)
 
 
-def api_keysecret(
+def api_key_secret(
     cache: RagCache, placement: PlatformPlacement, name: str, random_bytes: bytes
 ) -> Object:
     """Return the generated Secret: a key file with one admin key, and that key.

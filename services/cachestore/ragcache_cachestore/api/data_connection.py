@@ -166,11 +166,10 @@ class DataConnection(threading.Thread):
         on_end: Callable[[DataConnection], None],
     ) -> None:
         super().__init__(name="transport", daemon=True)
-        certificate = context.certificates and context.certificates.current()
         self.channel = (
             FramedConnection(sock, context.limits)
-            if certificate is None or sock.family == socket.AF_UNIX
-            else TlsConnection(sock, certificate, context.limits)
+            if context.certificates is None or sock.family == socket.AF_UNIX
+            else TlsConnection(sock, context.certificates.current(), context.limits)
         )
         self._store = context.store
         self._hello = context.hello
