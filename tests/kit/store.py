@@ -195,8 +195,8 @@ def serving(
 ) -> Iterator[ServedStore]:
     """Serve folder in a thread of its own, as a process would.
 
-    transports: of "shared" and "socket", those offered beside "grpc". credentials: of the store and its
-    clients. settings: of Store.
+    transports: of "shared" and "socket", those offered beside "grpc". credentials: of the
+    store and its clients. settings: of Store.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server")

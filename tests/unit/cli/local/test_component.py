@@ -146,7 +146,7 @@ def test_every_engine_is_a_part_and_the_gateway_knows_them_all(tmp_path: Path) -
     engines = [parts["engine-one"], parts["engine-two"]]
     gateway = parts["gateway"]
     assert gateway.env["RAGCACHE_ENGINES"] == ",".join(
-        f"http://{e.ports['http']};records={e.ports['grpc'].port}" for e in engines
+        f"https://{e.ports['http']};records={e.ports['grpc'].port}" for e in engines
     )
 
 

@@ -65,6 +65,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "model.maxLength": (1024, f"{ENGINE} {GATEWAY}", ""),
     "model.dtype": ("float16", f"{ENGINE} {GATEWAY}", ""),
     "model.weights": ("16Gi", ENGINE, ""),
+    "tls.enabled": (False, f"{ENGINE} {GATEWAY} {RETRIEVER} {STORE}", ""),
     "gateway.port": (80, "", "Service/gateway"),
     "gateway.replicas": (2, "", f"{GATEWAY} {GATEWAY_SCALER}"),
     "gateway.autoscaling.maxReplicas": (5, "", f"{GATEWAY} {GATEWAY_SCALER}"),
