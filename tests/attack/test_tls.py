@@ -21,7 +21,7 @@ from harness.processes import (
     answers,
     free_port,
     launch_engine,
-    start_cachestore,
+    launch_cachestore,
 )
 from ragcache_core.errors import Unauthenticated, Unavailable
 from ragcache_kv.store_client.client import StoreClient
@@ -73,7 +73,7 @@ class Shard:
     """A real store process with certificates."""
 
     def __init__(self, platform: Platform, folder: Path) -> None:
-        store = start_cachestore(folder, env=platform.env, shared=False)
+        store = launch_cachestore(folder, env=platform.env, shared=False)
         self.service, self.address, self.log = store.service, store.address, store.service.log
         client = StoreClient(self.address, ("socket",), platform.credentials())
         with contextlib.closing(client):
@@ -343,7 +343,7 @@ def presented(url: str, folder: Path) -> bool:
 
 def test_a_plain_store_tells_a_client_with_certificates(platform: Platform, tmp_path: Path) -> None:
     env = {"RAGCACHE_SIGNING_KEY_FILE": platform.env["RAGCACHE_SIGNING_KEY_FILE"]}
-    store = start_cachestore(tmp_path, env=env, shared=False)
+    store = launch_cachestore(tmp_path, env=env, shared=False)
     try:
         plain = StoreClient(store.address, ("socket",), Credentials(platform.keys))
         with contextlib.closing(plain):

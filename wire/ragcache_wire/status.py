@@ -84,7 +84,7 @@ def from_rpc_error(service: str, error: grpc.RpcError) -> RagCacheError:
 
 def _tls_hint(details: str) -> str:
     """Return what to do if a connection failed because of TLS, as gRPC's text shows."""
-    if "Tls handshake failed" in details:
+    if "Tls handshake failed" in details or "verification check failed" in details:
         return f"; {FIX}"
     if "failed to connect" in details and "Socket closed" in details:
         return f"; if the {VARIABLE} of the two differ, {FIX}"
