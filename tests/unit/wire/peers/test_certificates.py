@@ -38,7 +38,7 @@ def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
 
 def test_the_files_are_of_one_state_while_kubernetes_swaps_the_folder(tmp_path: Path) -> None:
     """A mounted Secret has links to ``..data``, a link to the folder of the current state."""
-    clock, mount = Clock(), tmp_path / "tls"
+    clock, mount = ManualClock(), tmp_path / "tls"
     mount.mkdir()
     write(mount / "..one", issue("one"))
     data = mount / "..data"
