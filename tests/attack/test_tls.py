@@ -20,8 +20,8 @@ from harness.processes import (
     Service,
     answers,
     free_port,
-    launch_engine,
     launch_cachestore,
+    launch_engine,
 )
 from ragcache_core.errors import Unauthenticated, Unavailable
 from ragcache_kv.store_client.client import StoreClient
