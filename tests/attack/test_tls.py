@@ -199,7 +199,7 @@ def test_older_versions_of_tls_are_refused(platform: Platform, shard: Shard) -> 
 
 
 def test_a_client_refuses_a_server_of_another_platform(platform: Platform, shard: Shard) -> None:
-    """It would show its documents and KV to whoever has taken the address."""
+    """It would show its documents and KV to the server that has taken the address."""
     for folder in (platform.neighbour, write(platform.folder / "fake", issue("theirs"))):
         client = StoreClient(shard.address, ("socket",), platform.credentials(folder))
         with contextlib.closing(client), pytest.raises(Unavailable, match="RAGCACHE_TLS_DIR"):
@@ -256,13 +256,13 @@ def test_certificates_rotate_without_a_restart(platform: Platform, tmp_path: Pat
         client = StoreClient(shard.address, ("socket",), moved.credentials())
         with contextlib.closing(client):
             client.stats(TIMEOUT_S)
-            late = write(tmp_path / "late", old)  # trusts the old authority alone
+            stale = write(tmp_path / "stale", old)  # trusts the old authority alone
             write(server, new, new.authorities)
 
             def is_refused() -> bool:
-                stale = StoreClient(shard.address, ("socket",), moved.credentials(late))
-                with contextlib.closing(stale):
-                    return not connects(stale)
+                before = StoreClient(shard.address, ("socket",), moved.credentials(stale))
+                with contextlib.closing(before):
+                    return not connects(before)
 
             wait_until(is_refused)
             client.stats(TIMEOUT_S)  # on its open connection
