@@ -11,11 +11,11 @@ from ragcache_operator.builders import (
     engine,
     gateway,
     network_policy,
+    part_tls,
     pod_monitor,
     retriever,
 )
 from ragcache_operator.builders.metadata import Object, with_owner, with_spec_hash
-from ragcache_operator.builders.part_tls import certificate_config_map
 from ragcache_operator.builders.placement import PlatformPlacement
 from ragcache_operator.spec.ragcache import RagCache
 
@@ -29,7 +29,7 @@ def build_children(cache: RagCache, placement: PlatformPlacement) -> list[Object
         InvalidInput: The model is not available at this placement.
     """
     children = [
-        *certificate_config_map(cache, placement.certificate),
+        *part_tls.build(cache, placement),
         *network_policy.build(cache, placement),
         *pod_monitor.build(cache, placement),
         *cachestore.build(cache, placement),

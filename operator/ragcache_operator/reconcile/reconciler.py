@@ -15,6 +15,7 @@ from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.capabilities import unsupported_features
 from ragcache_operator.builders.metadata import WORKLOADS, component_of
+from ragcache_operator.builders.part_tls import key_secret
 from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.config import Installation
 from ragcache_operator.kube.api import Api, ApiError
@@ -177,7 +178,7 @@ def _seconds_until_correction(state: ReconcileState) -> float | None:
 def _seconds_until_renewal(placement: ClusterPlacement) -> float | None:
     """Return the seconds until the parts get another certificate, or None if they have none."""
     certificate = placement.certificate
-    if certificate is None or not placement.cache.spec.tls.enabled:
+    if certificate is None or key_secret(placement.cache, placement) is None:
         return None
     return max(0.0, certificate.renew_s - time.time())
 

@@ -10,6 +10,7 @@ import pytest
 from cryptography import x509
 
 from ragcache_operator.builders import build_children
+from ragcache_operator.builders.capabilities import Capabilities, unsupported_features
 from ragcache_operator.builders.certificates import (
     AUTHORITY_S,
     MAX_SKEW_S,
@@ -21,7 +22,7 @@ from ragcache_operator.builders.certificates import (
 from ragcache_operator.builders.keys import ComponentKeys
 from ragcache_operator.builders.part_tls import key_secret, platform_name
 from ragcache_operator.builders.placement import ClusterPlacement
-from tests.kit.operator import UID, make_cache, pod_of
+from tests.kit.operator import UID, kinds_of, make_cache, pod_of
 
 OURS = CertificateAuthority(bytes(32), "docs.team.ragcache.internal")
 NOW_S = 100.5 * AUTHORITY_S
@@ -141,3 +142,36 @@ def test_without_tls_there_is_no_trace_of_it() -> None:
     children = build_children(placement.cache, placement)
     for word in ("docs-tls", "RAGCACHE_TLS_DIR", "--ssl-", "HTTPS", "https://docs-engine"):
         assert word not in str(children)
+
+
+def test_cert_manager_makes_the_certificate_where_it_is_installed() -> None:
+    issuer = {"issuerRef": {"name": "own-authority", "kind": "ClusterIssuer"}}
+    placement = site(tls=issuer)
+    children = build_children(placement.cache, placement)
+    assert key_secret(placement.cache, placement) is None
+    [certificate] = kinds_of(children, "Certificate")
+    spec = certificate["spec"]
+    assert spec["issuerRef"] == {
+        "name": "own-authority",
+        "kind": "ClusterIssuer",
+        "group": "cert-manager.io",
+    }
+    assert spec["dnsNames"] == ["docs.team.ragcache.internal"], "the name that clients accept"
+    assert {"server auth", "client auth"} <= set(spec["usages"])
+    for workload in ("gateway", "retriever", "cachestore", "engine-main"):
+        pod = pod_of(children, workload)
+        [volume] = [one for one in pod["volumes"] if one["name"] == "tls"]
+        assert volume["secret"]["secretName"] == spec["secretName"]
+    assert not [one for one in kinds_of(children, "ConfigMap") if "tls.crt" in one["data"]]
+
+
+def test_without_cert_manager_the_operator_makes_it_and_says_so() -> None:
+    placement = site(tls={"issuerRef": {"name": "own-authority"}})
+    plain = replace(Capabilities.latest(), certificates=False)
+    placement = replace(placement, capabilities=plain)
+    assert key_secret(placement.cache, placement) is not None
+    children = build_children(placement.cache, placement)
+    assert not kinds_of(children, "Certificate")
+    [feature] = unsupported_features(placement.cache, plain)
+    assert feature.reason == "CertificateNotServed"
+    assert "spec.tls.issuerRef" in feature.message

@@ -144,7 +144,7 @@ def _of_context(security: Object, whose: str) -> Iterator[str]:
 
 OLDEST = Capabilities(OLDEST_MINOR, custom_metrics=True)
 
-SCHEMALESS = ("HTTPRoute", "PodMonitor")
+SCHEMALESS = ("HTTPRoute", "PodMonitor", "Certificate")
 
 
 @settings(max_examples=15)
