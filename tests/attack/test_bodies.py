@@ -54,10 +54,11 @@ async def test_a_body_of_many_values_is_refused_and_others_are_served(
         while not attack.done():
             await gateway.serves_blue()
         answers = await attack
-    # There is memory for some of the largest ones only.
-    assert {answer.status_code for answer in answers} - {429} == {413}
-    too_large = next(answer for answer in answers if answer.status_code == 413)
-    assert too_large.json()["error"]["param"] == "body"
+        # There is memory for few of the largest ones, and for none if all arrive at once.
+        assert {answer.status_code for answer in answers} <= {413, 429}
+        alone = await gateway.post("red", path, body)
+        assert alone.status_code == 413, alone.text
+        assert alone.json()["error"]["param"] == "body"
 
 
 async def test_a_question_may_be_as_large_as_its_model_holds(

@@ -339,6 +339,7 @@ def write_reader_folder(folder: Path) -> None:
     (folder / "a.md").write_text("# Alerts\n\nAlerts go to the pager.\n")
     for name in ("b.pdf", "contract.pdf", "report.pdf"):
         (folder / name).write_bytes(pdf(["Backups run at night."], title="Report"))
+    (folder / "backup.key").write_text("5c" * 32 + "\n")
     (folder / "notes.txt").write_text("The café opens at noon.\n", encoding="cp850")
     line = {"id": "duty", "text": "Duty changes on Monday."}
     (folder / "data.jsonl").write_text(json.dumps(line) + "\n")

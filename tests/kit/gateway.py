@@ -405,6 +405,10 @@ class FakeStore(cachestore_pb2_grpc.CacheStoreServicer):
         self.deleted += request.deletion.chunks
         return cachestore_pb2.DeleteReply(removed=2 * len(request.deletion.chunks))
 
+    async def FindRemains(self, request: Any, context: Any) -> Any:  # noqa: N802
+        held = sum(len(self.stored.get(chunk, [])) for chunk in request.deletion.chunks)
+        return cachestore_pb2.RemainsReply(on_disk=held)
+
     async def Watch(self, request: Any, context: Any) -> Any:  # noqa: N802
         if self.feed is None:
             yield await refuse_watch(context)

@@ -76,7 +76,8 @@ _PUBLIC: Final = {
         *("169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24", "192.168.0.0/16", "198.18.0.0/15"),
         *("224.0.0.0/4", "240.0.0.0/4"),
     ),
-    "::/0": ("::/96", "::ffff:0:0/96", "64:ff9b::/96", "2002::/16", "fc00::/7", "fe80::/10"),
+    # Mapped addresses (::ffff:0:0/96) are sent as IPv4, and the API server refuses their block.
+    "::/0": ("::/96", "64:ff9b::/96", "2002::/16", "fc00::/7", "fe80::/10"),
 }
 """All addresses, and the blocks in them that are closed to sources of collections."""
 _HTTPS: Final = 443

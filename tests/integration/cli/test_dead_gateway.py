@@ -23,6 +23,7 @@ ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("sync",): ("--patience", "0"),
     ("top",): ("--once",),
     ("usage",): (),
+    ("erasure",): ("a.md",),
     ("backup",): ("copy.ragcache",),
     ("restore",): ("copy.ragcache", "--yes"),
     ("collection", "list"): (),
