@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import httpx
@@ -111,7 +111,7 @@ def channels_of_strangers(platform: Platform, address: str) -> Iterator[grpc.Cha
     yield grpc.secure_channel(address, theirs, options=options)
 
 
-def status(channel: grpc.Channel, method: str, metadata: object) -> grpc.StatusCode:
+def status(channel: grpc.Channel, method: str, metadata: Any) -> grpc.StatusCode:
     try:
         channel.unary_unary(method, None, None)(b"", metadata=metadata, timeout=10.0)
     except grpc.RpcError as error:

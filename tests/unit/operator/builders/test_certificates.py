@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -77,7 +78,7 @@ def test_a_certificate_is_for_servers_and_clients_of_one_platform() -> None:
     assert certificate.not_valid_before_utc >= begin
 
 
-def site(uid: str = UID, **spec: object) -> ClusterPlacement:
+def site(uid: str = UID, **spec: Any) -> ClusterPlacement:
     cache = make_cache(**spec)
     secret = ComponentKeys(bytes(32)).certificate_secret(uid)
     made = CertificateAuthority(secret, platform_name(cache)).issue(NOW_S)
