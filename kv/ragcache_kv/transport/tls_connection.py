@@ -132,7 +132,8 @@ class TlsConnection(FramedConnection):
         return bool(self._incoming.pending or self._tls.pending())
 
     def _fill(self, num_bytes: int) -> None:
-        """Receive encrypted bytes of about as many others. Raises ConnectionBroken."""
+        """Receive encrypted bytes of about as many others, or fewer. Raises ConnectionBroken."""
+        num_bytes = min(num_bytes, BATCH_BYTES)
         encrypted = memoryview(bytearray(num_bytes + int(num_bytes * RECORD_OVERHEAD) + 64))
         self._incoming.write(encrypted[: super()._receive(encrypted, 0)])
 

@@ -75,7 +75,7 @@ def test_an_evicted_client_connects_again_without_a_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(data_server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(data_server, "MAX_ENCRYPTED_CONNECTIONS", 2)
     value = bytes(put(served.client, 1, [1000]))
     with contextlib.ExitStack() as ends:
         clients = [

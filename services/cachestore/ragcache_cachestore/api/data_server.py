@@ -41,10 +41,14 @@ log = logging.getLogger(__name__)
 CONNECTION_BYTES = 64 << 10
 """Memory of an idle connection with its thread, measured."""
 
+ENCRYPTED_CONNECTION_BYTES = 100 << 10
+"""The same of one with TLS, measured."""
+
 MAX_CONNECTIONS_BYTES = 128 << 20
 """Bound of the memory of all connections."""
 
 MAX_CONNECTIONS = MAX_CONNECTIONS_BYTES // CONNECTION_BYTES
+MAX_ENCRYPTED_CONNECTIONS = MAX_CONNECTIONS_BYTES // ENCRYPTED_CONNECTION_BYTES
 
 MIN_TRIM_CONNECTIONS = 8
 """When half of this many connections or more have ended, their memory returns to the system."""
@@ -210,7 +214,9 @@ class DataServer:
     def _try_start(self, connection: DataConnection) -> bool:
         """Start to serve a connection. Return False if there is no room for it now."""
         with self._lock:
-            is_full = len(self._connections) >= MAX_CONNECTIONS
+            is_encrypted = self._certificates is not None
+            most = MAX_ENCRYPTED_CONNECTIONS if is_encrypted else MAX_CONNECTIONS
+            is_full = len(self._connections) >= most
             if self._closed or (is_full and not self._evict_idlest()):
                 return False
             connection.start()  # within the lock, so that close can join every connection
