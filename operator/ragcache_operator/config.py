@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -12,7 +13,9 @@ from typing import Final
 from ragcache_core.access.networks import parse_networks
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.certificates import CertificateAuthority
 from ragcache_operator.builders.keys import ComponentKeys
+from ragcache_operator.builders.part_tls import platform_name
 from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.spec.ragcache import COMPONENTS, RagCache
 
@@ -85,6 +88,7 @@ class Installation:
 
     def placement(self, cache: RagCache, uid: str) -> ClusterPlacement:
         """Return where a RagCache of this uid runs."""
+        authority = CertificateAuthority(self.keys.certificate_secret(uid), platform_name(cache))
         return ClusterPlacement(
             cache,
             self.config.tag,
@@ -96,6 +100,7 @@ class Installation:
             self.config.source_networks,
             self.config.issuer_networks,
             self.config.image_digests,
+            authority.issue(time.time()),
         )
 
 

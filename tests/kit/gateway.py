@@ -45,6 +45,7 @@ from ragcache_retriever.store.outbox import Outbox
 from ragcache_retriever.store.usage import UsageTable
 from ragcache_wire.clients.feed_client import FeedClient
 from ragcache_wire.feeds.feed_cursor import FeedCursor
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
@@ -57,7 +58,6 @@ from ragcache_wire.v1 import (
     retriever_pb2_grpc,
 )
 from ragcache_wire.watched.members import FixedMembers
-from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.memory_database import MemoryDatabase
 from tests.kit.wait import until
 
@@ -1101,11 +1101,11 @@ def tiers_of(tree: KnowledgeTree, source: str) -> dict[VariantKey, str]:
 
 @asynccontextmanager
 async def following(
-    address: str, method: str, keys: SigningKeys | None = None
+    address: str, method: str, credentials: Credentials = NO_CREDENTIALS
 ) -> AsyncIterator[FollowedSource]:
     """Follow the source at an address until the end."""
     tree = KnowledgeTree(100_000)
-    follower = SourceFollower(tree, f"test:{address}", FeedClient(address, method, keys))
+    follower = SourceFollower(tree, f"test:{address}", FeedClient(address, method, credentials))
     task = asyncio.create_task(follower.run())
     try:
         yield FollowedSource(tree, follower)

@@ -63,6 +63,7 @@ class PlatformSpec:
                 "engines": [{"name": f"e{i}", **engine} for i in range(self.engines)],
                 "cacheStore": {"memory": self.store_memory, "disk": {"size": "4Gi"}},
                 "gateway": {"limits": {"questions": 2048}},
+                "tls": {"enabled": False},  # simulated engines serve plain HTTP
             },
         }
         placement = LocalPlacement(data, next(_PORTS), _PORTS)
@@ -123,7 +124,7 @@ class Platform:
         """Wait until components are ready; those that are simulated, too."""
         for name in names:
             check = self.components[name].startup
-            url = f"http://{check.address}{check.path}"
+            url = check.url
             service = self.services.get(name) or self.services["engines"]
             service.wait_until("ready", lambda url=url: answers(url))
 

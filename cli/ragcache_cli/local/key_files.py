@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,12 @@ from typing import Final
 
 from ragcache_cli.local.placement import API_KEYS_FILE, RUN_FOLDER
 from ragcache_core.access.key_file import KEY_BYTES, hash_text, key_of
+from ragcache_operator.builders.certificates import DAY_S, CertificateAuthority
+from ragcache_wire.peers.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE
 
 _NAME: Final = "api.key"
+_RUN_S: Final = 10 * 365 * DAY_S
+"""How long a certificate of a local platform is valid. Each start makes another one."""
 _HEAD: Final = "# API keys of this platform. Add entries with `ragcache keys new`.\n"
 
 
@@ -20,6 +25,25 @@ _HEAD: Final = "# API keys of this platform. Add entries with `ragcache keys new
 def plan_key_file(path: Path) -> Iterator[None]:
     """Write a file with a new random key, readable by this user alone, and delete it at the end."""
     with private_file(path, f"{secrets.token_hex(KEY_BYTES)}\n"):
+        yield
+
+
+@contextmanager
+def certificate_files(folder: Path, name: str) -> Iterator[None]:
+    """Write a certificate of a new authority for one run of a platform, and delete it at the end.
+
+    Args:
+        folder: In a folder that this user alone can read.
+        name: Name of the platform.
+    """
+    authority = CertificateAuthority(secrets.token_bytes(KEY_BYTES), name)
+    made = authority.issue_for(time.time(), _RUN_S)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (
+        private_file(folder / AUTHORITIES_FILE, made.authorities),
+        private_file(folder / KEY_FILE, made.private_key),
+        private_file(folder / CERTIFICATE_FILE, made.chain),
+    ):
         yield
 
 

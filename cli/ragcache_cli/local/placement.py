@@ -70,6 +70,7 @@ class LocalPlacement:
     source_networks = ()
     # The user of this machine chooses the issuers.
     issuer_networks = ("0.0.0.0/0", "::/0")
+    certificate = None
     # Parts listen on loopback, so the gateway has one port, and needs no keys unless asked.
     is_cluster = False
 
@@ -114,6 +115,10 @@ class LocalPlacement:
     def signing_key_file(self) -> str:
         """Return a file in the private run folder."""
         return str(self._data / RUN_FOLDER / "plan.keys")
+
+    def tls_dir(self) -> str:
+        """Return a folder in the private run folder."""
+        return str(self._data / RUN_FOLDER / "tls")
 
     def api_keys_file(self) -> str:
         """Return the user's file in the data folder."""

@@ -17,7 +17,13 @@ from typing import Self
 import psutil
 
 from ragcache_cli.local.component import LocalComponent, Prober, components_from
-from ragcache_cli.local.key_files import ensure_key_file, plan_key_file, platform_key, read_api_key
+from ragcache_cli.local.key_files import (
+    certificate_files,
+    ensure_key_file,
+    plan_key_file,
+    platform_key,
+    read_api_key,
+)
 from ragcache_cli.local.placement import RUN_FOLDER, LocalPlacement
 from ragcache_cli.local.ports import LOOPBACK, demand_free, free_ports
 from ragcache_cli.local.process import end_families, last_lines
@@ -34,6 +40,7 @@ from ragcache_cli.local.supervisor import LONGEST_GRACE_S, ComponentSupervisor
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.keys import asks_for_keys
+from ragcache_operator.builders.part_tls import platform_name
 from ragcache_operator.spec.ragcache import RagCache
 
 _LOG_LINES = 12
@@ -211,6 +218,9 @@ class LocalPlatform:
             key_hash = self._held.enter_context(platform_key(self._data))
         placement = LocalPlacement(self._data, self._gateway_port, ports, key_hash)
         self._held.enter_context(plan_key_file(Path(placement.signing_key_file())))
+        if self._cache.spec.tls.enabled:
+            folder, name = Path(placement.tls_dir()), platform_name(self._cache)
+            self._held.enter_context(certificate_files(folder, name))
         children = build_children(self._cache, placement)
         for component in components_from(children, self._cache.metadata.name):
             self._supervisors.append(self._make_supervisor(component))
@@ -269,7 +279,7 @@ class LocalPlatform:
     async def _until_answering(self, deadline: float) -> None:
         """Wait for the gateway, which is ready before it has heard from the engines."""
         [gateway] = self._named("gateway")
-        check = replace(gateway.component.readiness, path=_STATUS_PATH)
+        check = replace(gateway.component.readiness, url=f"{self.gateway_url}{_STATUS_PATH}")
         while (problem := await self._prober.ask(check, read_api_key(self._data))) is not None:
             self._check_components()
             if time.monotonic() > deadline:

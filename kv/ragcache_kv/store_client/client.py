@@ -52,13 +52,12 @@ from ragcache_kv.values.conversions import (
 )
 from ragcache_kv.values.outgoing_value import OutgoingValue
 from ragcache_kv.values.stored_value import Allocate, StoredValue
-from ragcache_wire.channel import OPTIONS
-from ragcache_wire.peers.signed_channel import signed
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
+from ragcache_wire.peers.peer_channel import open_blocking_channel
 from ragcache_wire.status import NoAnswer, from_rpc_error
 from ragcache_wire.tracing import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 __all__ = [
     "DELETE_TIMEOUT_S",
@@ -96,14 +95,14 @@ class StoreClient:
         self,
         address: str,
         transports: Sequence[str] = TRANSPORTS,
-        keys: SigningKeys | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         """Keep the address. The client connects at its first call.
 
         Args:
             address: "host:port".
             transports: The transports to try, in this order.
-            keys: The platform's signing keys. None: calls carry no token.
+            credentials: With what the client proves that it belongs to the platform.
 
         Raises:
             InvalidInput: A transport is unknown.
@@ -114,8 +113,8 @@ class StoreClient:
         self.address = address
         self.hello: pb.HelloReply | None = None
         self._transports = tuple(transports)
-        self._keys = keys
-        self._channel = signed(grpc.insecure_channel(address, options=OPTIONS), keys)
+        self._credentials = credentials
+        self._channel = open_blocking_channel(address, credentials)
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
         self._lock = threading.Lock()
         self._transport: Transport | None = None
@@ -420,11 +419,11 @@ class StoreClient:
     def _make(self, name: str, hello: pb.HelloReply) -> Transport | None:
         if name == "shared":
             path = hello.data_socket
-            return SharedMemoryTransport(path, hello.boot, self._keys) if path else None
+            return SharedMemoryTransport(path, hello.boot, self._credentials) if path else None
         if name == "socket":
             host = self.address.rpartition(":")[0].strip("[]")
             port = hello.data_port
-            return TcpTransport((host, port), hello.boot, self._keys) if port else None
+            return TcpTransport((host, port), hello.boot, self._credentials) if port else None
         return GrpcTransport(self._channel)
 
     def _require_own(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Mapping
 from typing import Final
 
@@ -13,12 +14,14 @@ from ragcache_operator.builders.environment import EnvValue, FromResource, setti
 from ragcache_operator.builders.keys import signing_mount
 from ragcache_operator.builders.metadata import ENGINE_LABEL, Object
 from ragcache_operator.builders.model import model_environment, model_mounts, weights_bytes
+from ragcache_operator.builders.part_tls import tls_dir, tls_mounts
 from ragcache_operator.builders.placement import PORT_NUMBERS, Endpoint, PlatformPlacement
 from ragcache_operator.builders.pod import DerivedResources, Mount, Probes, resources
 from ragcache_operator.builders.services import HEADLESS, service
 from ragcache_operator.builders.watched_files import MEMBERS
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
 from ragcache_operator.spec.ragcache import EngineSpec, RagCache
+from ragcache_wire.peers.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE
 from ragcache_wire.settings import EngineSettings
 
 COMPONENT: Final = "engine"
@@ -80,7 +83,11 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
         env=_environment(cache, engine, placement),
         ports=(http(engine).port, records(engine).port, metrics(engine).port),
         probes=Probes(
-            placement.bind_address(http(engine)).port, "/health", "/health", start_s=_START_S
+            placement.bind_address(http(engine)).port,
+            "/health",
+            "/health",
+            start_s=_START_S,
+            is_tls=cache.spec.tls.enabled,
         ),
         resources=resources(derived, engine.resources),
         replicas=replica_range or engine.replicas,
@@ -88,6 +95,7 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
             _SHARED_MEMORY,
             MEMBERS.mount(cache),
             signing_mount(cache, placement),
+            *tls_mounts(cache, placement),
             *model_mounts(cache.spec.model_of(engine)),
         ),
         drain=("python", "-m", "ragcache_engine.drain", "--deadline-s", str(_DRAIN_S)),
@@ -126,6 +134,7 @@ def _arguments(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement
         *("--dtype", model.dtype),
         *("--max-model-len", str(model.max_length)),
         "--enable-prompt-tokens-details",
+        *_tls_arguments(tls_dir(cache, placement)),
         *("--middleware", "ragcache_engine.telemetry.health.HealthMiddleware"),
         *("--middleware", "ragcache_engine.peer_middleware.PeerMiddleware"),
         *("--kv-transfer-config", _json(_CONNECTOR)),
@@ -147,6 +156,18 @@ def _model_arguments(model: str) -> list[str]:
     return ["--model", name, "--revision", commit, "--tokenizer-revision", commit]
 
 
+def _tls_arguments(folder: str | None) -> list[str]:
+    if folder is None:
+        return []
+    return [
+        *("--ssl-certfile", f"{folder}/{CERTIFICATE_FILE}"),
+        *("--ssl-keyfile", f"{folder}/{KEY_FILE}"),
+        *("--ssl-ca-certs", f"{folder}/{AUTHORITIES_FILE}"),
+        # The kubelet's probes have no certificate. Paths that are not open need a token.
+        *("--ssl-cert-reqs", str(int(ssl.CERT_OPTIONAL))),
+    ]
+
+
 def _json(config: Mapping[str, object]) -> str:
     return json.dumps(config, separators=(",", ":"))
 
@@ -162,6 +183,7 @@ def _environment(
             engine,
             cachestore=placement.cache_store_members(),
             signing_key_file=placement.signing_key_file(),
+            tls_dir=tls_dir(cache, placement),
             records_listen=str(placement.bind_address(records(engine))),
             metrics_listen=str(placement.bind_address(metrics(engine))),
             memory_request_bytes=FromResource("requests.memory"),

@@ -17,6 +17,7 @@ from ragcache_operator.builders.keys import (
 )
 from ragcache_operator.builders.metadata import Object
 from ragcache_operator.builders.model import HUB_START_S, model_environment, model_mounts
+from ragcache_operator.builders.part_tls import tls_dir, tls_mounts
 from ragcache_operator.builders.placement import (
     AUDIT_FOLDER,
     LIMITS_FILE,
@@ -98,6 +99,7 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
             MEMBERS.mount(cache),
             LIMITS.mount(cache),
             signing_mount(cache, placement),
+            *tls_mounts(cache, placement),
             *api_key_mounts(cache, placement),
             *engine_key_mounts(cache),
             *_audit_mounts(cache),
@@ -170,6 +172,7 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
             ),
             cachestore=placement.cache_store_members(),
             signing_key_file=placement.signing_key_file(),
+            tls_dir=tls_dir(cache, placement),
             model=placement.model(model.parsed_source),
             model_name=model.served_name,
             other_models=models_text(other_models) if other_models else None,
@@ -215,4 +218,11 @@ def _engine_address(
         placement.address_of(engine.http(group)),
         placement.address_of(engine.records(group)),
     )
-    return EngineAddress(http.host, http.port, records.port, model=number, role=group.role)
+    return EngineAddress(
+        http.host,
+        http.port,
+        records.port,
+        is_tls=cache.spec.tls.enabled,
+        model=number,
+        role=group.role,
+    )

@@ -43,7 +43,7 @@ _API_KEYS: Final = "api-keys"
 _ENGINE_KEYS: Final = "engine-keys"
 _SIGNING_KEY: Final = "signing-key"
 _UID_CHARS: Final = 8
-_READABLE_BY_GROUP: Final = 0o440
+READABLE_BY_GROUP: Final = 0o440
 """The kubelet gives the file to the pod's group."""
 _HEAD: Final = (
     "# API keys of the gateway, by the SHA-256 of each key. Add entries with `ragcache keys new`.\n"
@@ -76,6 +76,10 @@ class ComponentKeys:
         """Return the key of the syncs of one collection of the RagCache of this uid."""
         return collection_key(collection, self._signing_key(uid).sign)
 
+    def certificate_secret(self, uid: str) -> bytes:
+        """Return what the certificates of the RagCache of this uid are made of."""
+        return hmac.new(self.root, f"ragcache-tls-1\0{uid}".encode(), hashlib.sha256).digest()
+
     def hashes(self, uid: str) -> str:
         """Return the gateway's setting of built-in keys. None of it is secret."""
         hashes = [f"{name}={hash_text(self.key(name, uid))}" for name in BUILTIN_SCOPES]
@@ -104,7 +108,7 @@ def api_key_secret_name(cache: RagCache, placement: PlatformPlacement) -> str | 
     auth = cache.spec.gateway.auth
     if not uses_keys(cache, placement) or (auth is not None and auth.secret_ref is not None):
         return None
-    return _unique_name(cache, placement, _API_KEYS)
+    return unique_name(cache, placement, _API_KEYS)
 
 
 def api_key_secret(
@@ -117,7 +121,7 @@ def api_key_secret(
     """
     key = key_of(random_bytes)
     entry = entry_text(Caller("admin", scopes=frozenset({Scope.ADMIN})), key)
-    return _secret(cache, placement, name, {API_KEYS_FILE: _HEAD + entry, ADMIN_KEY: key})
+    return secret(cache, placement, name, {API_KEYS_FILE: _HEAD + entry, ADMIN_KEY: key})
 
 
 def api_key_mounts(cache: RagCache, placement: PlatformPlacement) -> tuple[Mount, ...]:
@@ -130,7 +134,7 @@ def api_key_mounts(cache: RagCache, placement: PlatformPlacement) -> tuple[Mount
         name, entry = auth.secret_ref.name, auth.secret_ref.key
     volume = {
         "secretName": name,
-        "defaultMode": _READABLE_BY_GROUP,
+        "defaultMode": READABLE_BY_GROUP,
         "items": [{"key": entry, "path": API_KEYS_FILE}],
     }
     return (Mount(_API_KEYS, API_KEYS_FOLDER, {"secret": volume}, read_only=True),)
@@ -154,13 +158,13 @@ def engine_key_mounts(cache: RagCache) -> tuple[Mount, ...]:
     ]
     if not sources:
         return ()
-    volume = {"defaultMode": _READABLE_BY_GROUP, "sources": sources}
+    volume = {"defaultMode": READABLE_BY_GROUP, "sources": sources}
     return (Mount(_ENGINE_KEYS, ENGINE_KEYS_FOLDER, {"projected": volume}, read_only=True),)
 
 
 def signing_secret_name(cache: RagCache, placement: PlatformPlacement) -> str:
     """Return the name of the Secret with the key that signs plans."""
-    return _unique_name(cache, placement, _SIGNING_KEY)
+    return unique_name(cache, placement, _SIGNING_KEY)
 
 
 def signing_secret(cache: RagCache, placement: PlatformPlacement, key: bytes) -> Object:
@@ -169,19 +173,19 @@ def signing_secret(cache: RagCache, placement: PlatformPlacement, key: bytes) ->
     The gateway signs plans, and engines accept only plans with a valid signature.
     """
     name = signing_secret_name(cache, placement)
-    return _secret(cache, placement, name, {SIGNING_KEY_FILE: f"{key.hex()}\n"})
+    return secret(cache, placement, name, {SIGNING_KEY_FILE: f"{key.hex()}\n"})
 
 
 def signing_mount(cache: RagCache, placement: PlatformPlacement) -> Mount:
     """Return the mount of the folder. Kubernetes does not update a file that is mounted alone."""
     volume = {
         "secretName": signing_secret_name(cache, placement),
-        "defaultMode": _READABLE_BY_GROUP,
+        "defaultMode": READABLE_BY_GROUP,
     }
     return Mount(_SIGNING_KEY, SIGNING_KEY_FOLDER, {"secret": volume}, read_only=True)
 
 
-def _unique_name(cache: RagCache, placement: PlatformPlacement, suffix: str) -> str:
+def unique_name(cache: RagCache, placement: PlatformPlacement, suffix: str) -> str:
     """Return the name of a Secret, which is unique for each RagCache object.
 
     The operator cannot read the owner of an existing Secret. Another user may have created it, or
@@ -190,9 +194,10 @@ def _unique_name(cache: RagCache, placement: PlatformPlacement, suffix: str) -> 
     return f"{object_name(cache, suffix)}-{placement.owner[:_UID_CHARS]}".rstrip("-")
 
 
-def _secret(
+def secret(
     cache: RagCache, placement: PlatformPlacement, name: str, entries: Mapping[str, str]
 ) -> Object:
+    """Return a Secret that Kubernetes deletes together with the RagCache."""
     child: Object = {
         "apiVersion": "v1",
         "kind": "Secret",

@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.certificates import IssuedCertificate
 from ragcache_operator.builders.environment import EnvValue, FromField
 from ragcache_operator.spec.ragcache import ModelSource, RagCache
 from ragcache_operator.spec.retriever import EmbedderSpec, RerankerSpec
@@ -29,6 +30,7 @@ MEMBERS_FOLDER: Final = "/etc/ragcache/members"
 MEMBERS_FILE: Final = "cachestore.json"
 SIGNING_KEY_FOLDER: Final = "/etc/ragcache/signing-key"
 SIGNING_KEY_FILE: Final = "keys"
+TLS_FOLDER: Final = "/etc/ragcache/tls"
 API_KEYS_FOLDER: Final = "/etc/ragcache/api-keys"
 API_KEYS_FILE: Final = "keys.toml"
 AUDIT_FOLDER: Final = "/var/log/ragcache"
@@ -144,6 +146,15 @@ class PlatformPlacement(Protocol):
         """Return the path of the file with the signing keys of plans."""
         ...
 
+    def tls_dir(self) -> str:
+        """Return the path of the folder with the certificate of the parts."""
+        ...
+
+    @property
+    def certificate(self) -> IssuedCertificate | None:
+        """The certificate of the parts. None without an operator, and outside a cluster."""
+        ...
+
     def api_keys_file(self) -> str:
         """Return the path of the file with API keys."""
         ...
@@ -213,6 +224,7 @@ class ClusterPlacement:
         tag: Tag of the images.
         image_digests: Digest by component, in place of the tag.
         component_keys: Hashes of the operator's own API keys; None without an operator.
+        certificate: Of the parts; None without an operator.
     """
 
     cache: RagCache
@@ -225,6 +237,7 @@ class ClusterPlacement:
     source_networks: tuple[str, ...] = ()
     issuer_networks: tuple[str, ...] = ()
     image_digests: Mapping[str, str] = field(default_factory=dict)
+    certificate: IssuedCertificate | None = None
 
     @property
     def gateway_url(self) -> str:
@@ -279,6 +292,10 @@ class ClusterPlacement:
     def signing_key_file(self) -> str:
         """Return a mounted file, so that pods follow a key rotation without a restart."""
         return f"{SIGNING_KEY_FOLDER}/{SIGNING_KEY_FILE}"
+
+    def tls_dir(self) -> str:
+        """Return a mounted folder, so that pods follow a new certificate without a restart."""
+        return TLS_FOLDER
 
     def api_keys_file(self) -> str:
         """Return a mounted file, so that pods follow changes of keys without a restart."""

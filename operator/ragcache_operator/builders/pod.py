@@ -29,12 +29,14 @@ class Probes:
         alive: Path of the startup and liveness probes.
         ready: Path of the readiness probe.
         start_s: Time limit of the start.
+        is_tls: Whether the port serves HTTPS. The kubelet does not check the certificate.
     """
 
     port: int
     alive: str
     ready: str
     start_s: int
+    is_tls: bool = False
 
     def render(self) -> Object:
         """Return the three probes of the container."""
@@ -61,7 +63,13 @@ class Probes:
         }
 
     def _get(self, path: str) -> Object:
-        return {"httpGet": {"path": path, "port": self.port, "scheme": "HTTP"}}
+        return {
+            "httpGet": {
+                "path": path,
+                "port": self.port,
+                "scheme": "HTTPS" if self.is_tls else "HTTP",
+            }
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from ragcache_operator.builders.keys import (
     signing_secret,
     signing_secret_name,
 )
+from ragcache_operator.builders.part_tls import key_secret
 from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.kube.api import Api, ApiError, Conflict
 from ragcache_operator.kube.drift import removal_patch
@@ -88,6 +89,8 @@ class ChildWriter:
         }
         if (name := api_key_secret_name(cache, placement)) is not None:
             new[name] = partial(api_key_secret, cache, placement, name)
+        if (key := key_secret(cache, placement)) is not None:
+            new[key["metadata"]["name"]] = lambda _: key
         errors: list[RagCacheError] = []
         waits_s: list[float] = []
         for name, make in new.items():

@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, Field
 
 from ragcache_core.eviction import PolicyName
-from ragcache_operator.spec.cluster import NetworkPolicySpec, TelemetrySpec
+from ragcache_operator.spec.cluster import NetworkPolicySpec, TelemetrySpec, TlsSpec
 from ragcache_operator.spec.oidc import OidcIssuerSpec
 from ragcache_operator.spec.pods import (
     EnvVarSpec,
@@ -620,6 +620,8 @@ class RagCacheSpec(ManifestModel):
     data_policy: Literal["Retain", "Delete"] = "Retain"
     """Whether deletion of this object keeps the volumes with documents and variants. With Retain
     the claims stay, and a new object of the same name uses them. Delete deletes them."""
+    tls: TlsSpec = TlsSpec()
+    """Encryption of the connections between the components."""
     network_policy: NetworkPolicySpec = NetworkPolicySpec()
     """Network connections that pods may open."""
     telemetry: TelemetrySpec = TelemetrySpec()

@@ -142,14 +142,15 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             records, costs, listen = RequestRecords(), ReuseCosts(), self._settings.records_listen
             self._feed = EngineFeed() if listen else None
             announcer = NodeAnnouncer(self._space, costs, self._feed) if self._feed else None
-            client = ShardedStore(self._settings.cachestore, self._settings.signing_key_file)
+            client = ShardedStore(self._settings.cachestore, self._settings.credentials)
             self._scheduler = ConnectorScheduler(
                 self._engine, records, client, costs, announcer, self._feed
             )
             self._record_server = None
             if listen:
-                keys = self._settings.signing_key_file
-                self._record_server = serve_records(records, costs, listen, self._feed, keys)
+                self._record_server = serve_records(
+                    records, costs, listen, self._feed, self._settings.credentials
+                )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Use vLLM's block pool. vLLM calls this once, in the scheduler's process."""
@@ -193,7 +194,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
         check_layout(cache, self._space)
         # Connects on threads of the worker half, which run on all cores (``unpinned_pool``).
-        client = ShardedStore(self._settings.cachestore, self._settings.signing_key_file)
+        client = ShardedStore(self._settings.cachestore, self._settings.credentials)
         self._cache, self._recomputer = cache, self._make_recomputer()
         blend = self._make_blend_components(cache)
         if blend is not None and JointPass.supports(runner := current_worker().model_runner):

@@ -13,12 +13,12 @@ import grpc.aio
 from ragcache_core.cost.text_rate import TextRate
 from ragcache_wire.asking import asker_metadata
 from ragcache_wire.channel import OPTIONS, with_options
-from ragcache_wire.peers.signed_channel import signed
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
+from ragcache_wire.peers.peer_channel import open_channel
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.tracing import current_metadata
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 SERVICE = "retriever"
 QUERY_TIMEOUT_S = 10.0
@@ -80,11 +80,11 @@ class RetrieverClient:
     them could not answer.
 
     Args:
-        keys: The platform's signing keys. None: calls carry no token.
+        credentials: With what the client proves that it belongs to the platform.
     """
 
-    def __init__(self, address: str, keys: SigningKeys | None = None) -> None:
-        self._channel = signed(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), keys)
+    def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._channel = open_channel(address, credentials, CHANNEL_OPTIONS)
         self._stub = retriever_pb2_grpc.RetrieverStub(self._channel)
         self._embed_rate = TextRate(EMBED_TIMEOUT_S)
         self._rerank_rate = TextRate(EMBED_TIMEOUT_S)

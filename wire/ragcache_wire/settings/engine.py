@@ -15,7 +15,8 @@ from ragcache_wire.settings.field_types import (
     SigningKeyFile,
     TokenCount,
 )
-from ragcache_wire.settings.table import ServiceSettings, setting
+from ragcache_wire.settings.part import PartSettings
+from ragcache_wire.settings.table import setting
 
 RECOMPUTE_SLICE_TOKENS: Final = 256
 """More delays the next tokens of requests that decode meanwhile."""
@@ -25,7 +26,7 @@ LOAD_DEADLINE_S: Final = 5.0
 _MEASURED: Final = "Benchmarks and tests set it; the default is the measured best."
 
 
-class EngineSettings(ServiceSettings):
+class EngineSettings(PartSettings):
     """What the connector reads from the environment of a vLLM server."""
 
     service: ClassVar[str] = "engine"

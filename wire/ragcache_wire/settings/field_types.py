@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo
 
+from ragcache_wire.peers.certificates import Certificates
 from ragcache_wire.settings.table import Accepts, variable
 from ragcache_wire.watched.members import Members, members_from
 from ragcache_wire.watched.signing_keys import SigningKeys
@@ -96,6 +97,14 @@ def _signing_keys(value: SigningKeys | str, info: ValidationInfo) -> SigningKeys
     return SigningKeys(Path(value))
 
 
+def _certificates(value: Certificates | str) -> Certificates:
+    if not isinstance(value, str):
+        return value
+    if not os.path.isabs(value):
+        raise ValueError("not an absolute path")
+    return Certificates(Path(value))
+
+
 def _absolute_path(value: Path | str) -> Path:
     if not os.path.isabs(value):
         raise ValueError("not an absolute path")
@@ -170,4 +179,9 @@ SigningKeyFile = Annotated[
     SigningKeys,
     PlainValidator(_signing_keys),
     Accepts("the absolute path of a file with one key a line (hex or base64, 32 bytes or more)"),
+]
+CertificateFolder = Annotated[
+    Certificates,
+    PlainValidator(_certificates),
+    Accepts("the absolute path of a folder with tls.crt, tls.key and ca.crt in PEM"),
 ]

@@ -6,13 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal, get_args
+from typing import Annotated, ClassVar, Final, Literal, Self, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter
+from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, model_validator
 
 from ragcache_core.access.networks import Network, parse_networks
 from ragcache_core.access.token_claims import TokenIssuer
+from ragcache_core.errors import InvalidInput
 from ragcache_core.planner.request_plan import EngineRole
 from ragcache_wire.settings.field_types import (
     AbsolutePath,
@@ -36,7 +37,8 @@ from ragcache_wire.settings.field_types import (
     WholeSeconds,
     whole_number,
 )
-from ragcache_wire.settings.table import Accepts, ServiceSettings, setting
+from ragcache_wire.settings.part import PartSettings
+from ragcache_wire.settings.table import Accepts, setting, variable
 from ragcache_wire.watched.limits import FileLimits, FixedLimits, GatewayLimits, Limits
 
 MIN_MODEL_LEN: Final = 64
@@ -57,7 +59,8 @@ class EngineAddress:
     Attributes:
         records_port: Port of RagCache's gRPC server in the engine. None: it is an engine without
             RagCache, which gets no plans.
-        is_tls: Whether it serves HTTPS. Then the host name is one engine, not each address.
+        is_tls: Whether it serves HTTPS. An engine with RagCache has a certificate of the platform.
+            Of another server, the host name is one engine, and not each address.
         key_file: File with the API key that requests to it carry. None: they carry none.
         served_name: Name of the model there. None: the one that clients request.
         model: Position of the model that it serves in ``GatewaySettings.models``.
@@ -91,8 +94,6 @@ class EngineAddress:
         if parts.path not in ("", "/"):
             raise ValueError("a path")
         is_tls = parts.scheme == "https"
-        if is_tls and records_port is not None:
-            raise ValueError("TLS for an engine with RagCache")
         port = parts.port or (HTTPS_PORT if is_tls else 0)
         if not port or (records_port is not None and not 0 < records_port < 65_536):
             raise ValueError("no port")
@@ -198,7 +199,7 @@ def _audit_target(value: str | None) -> str | None:
     return value
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(PartSettings):
     """What the gateway reads from its environment."""
 
     service: ClassVar[str] = "gateway"
@@ -426,3 +427,14 @@ class GatewaySettings(ServiceSettings):
         if self.limits_file is None:
             return FixedLimits(self.limits())
         return FileLimits(self.limits_file, self.limits())
+
+    @model_validator(mode="after")
+    def _check_certificates(self) -> Self:
+        is_encrypted = any(one.is_tls and one.records_port is not None for one in self.engines)
+        if is_encrypted and self.tls_dir is None:
+            raise InvalidInput(
+                variable("tls_dir"),
+                f"is not set, but {variable('engines')} has an https engine with records",
+                "name the folder with the certificate of this gateway",
+            )
+        return self

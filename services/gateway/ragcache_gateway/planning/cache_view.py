@@ -75,7 +75,7 @@ class CacheView(BackgroundTasks):
         self._engines = engines
         self._shards = shards
         self._queues = queues
-        self._keys = settings.signing_key_file
+        self._credentials = settings.credentials
         self._poll_s = settings.engine_watch_s
         self._metrics = metrics
         self._followed: dict[_FeedId, _Followed] = {}
@@ -178,7 +178,7 @@ class CacheView(BackgroundTasks):
         follower = SourceFollower(
             self.tree,
             source,
-            FeedClient(feed, method, self._keys, reader),
+            FeedClient(feed, method, self._credentials, reader),
             on_served=partial(self._end_prediction, source),
             on_message=partial(_update_queue, queue) if queue is not None else lambda _: None,
         )

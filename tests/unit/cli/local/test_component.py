@@ -82,19 +82,23 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, LocalComponent], tmp_p
         == store.env["RAGCACHE_CACHESTORE"]
         == store.env["RAGCACHE_LISTEN"]
     )
-    assert store.startup.address == store.readiness.address == store.ports["health"]
+    assert store.startup.url == f"http://{store.ports['health']}/healthz"
+    assert store.readiness.url == f"http://{store.ports['health']}/readyz"
     gateway = parts["gateway"]
     assert str(gateway.ports["http"]) == "127.0.0.1:8123"
-    assert (gateway.readiness.path, gateway.liveness.path) == ("/readyz", "/healthz")
+    assert gateway.readiness.url == "http://127.0.0.1:8123/readyz"
+    assert gateway.liveness.url == "http://127.0.0.1:8123/healthz"
     assert gateway.env["RAGCACHE_CACHESTORE"] == str(store.ports["grpc"])
     engine = parts["engine-main"]
     records = engine.env["RAGCACHE_RECORDS_LISTEN"].rpartition(":")[2]
-    assert gateway.env["RAGCACHE_ENGINES"] == f"http://{engine.ports['http']};records={records}"
+    assert gateway.env["RAGCACHE_ENGINES"] == f"https://{engine.ports['http']};records={records}"
+    assert engine.readiness.url == f"https://{engine.ports['http']}/health"
     assert engine.env["RAGCACHE_CACHESTORE"] == str(store.ports["grpc"])
     keys = str(tmp_path / "data" / "run" / "plan.keys")
     # Other users of the machine reach the ports too, and cannot read the file.
     for part in (gateway, engine, store, parts["retriever"]):
         assert part.env["RAGCACHE_SIGNING_KEY_FILE"] == keys
+        assert part.env["RAGCACHE_TLS_DIR"] == str(tmp_path / "data" / "run" / "tls")
     assert "ragcache_engine.peer_middleware.PeerMiddleware" in engine.command
 
 
@@ -142,7 +146,7 @@ def test_every_engine_is_a_part_and_the_gateway_knows_them_all(tmp_path: Path) -
     engines = [parts["engine-one"], parts["engine-two"]]
     gateway = parts["gateway"]
     assert gateway.env["RAGCACHE_ENGINES"] == ",".join(
-        f"http://{e.ports['http']};records={e.ports['grpc'].port}" for e in engines
+        f"https://{e.ports['http']};records={e.ports['grpc'].port}" for e in engines
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -27,6 +29,7 @@ from ragcache_operator.spec.manifest import load_manifest
 from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.ragcache import CacheStoreSpec
 from ragcache_wire.settings import CacheStoreSettings, GatewaySettings
+from tests.kit.certificates import issue, write
 from tests.kit.operator import (
     UID,
     Object,
@@ -77,8 +80,17 @@ def test_policies_exist_in_core() -> None:
 
 
 def without_mounts(env: dict[str, str]) -> dict[str, str]:
-    """Return the environment without files, which the service reads at its start."""
-    return {name: value for name, value in env.items() if name != "RAGCACHE_SIGNING_KEY_FILE"}
+    """Return the environment without the keys, and with a certificate that there is.
+
+    The service reads both at its start.
+    """
+    found = {name: value for name, value in env.items() if name != "RAGCACHE_SIGNING_KEY_FILE"}
+    return found | {"RAGCACHE_TLS_DIR": str(certificates())} if "RAGCACHE_TLS_DIR" in env else found
+
+
+@functools.cache
+def certificates() -> Path:
+    return write(Path(tempfile.mkdtemp()), issue())
 
 
 @given(specs)

@@ -144,7 +144,7 @@ def _of_context(security: Object, whose: str) -> Iterator[str]:
 
 OLDEST = Capabilities(OLDEST_MINOR, custom_metrics=True)
 
-SCHEMALESS = ("HTTPRoute", "PodMonitor")
+SCHEMALESS = ("HTTPRoute", "PodMonitor", "Certificate")
 
 
 @settings(max_examples=15)
@@ -351,7 +351,7 @@ def test_addresses_have_ports_that_pods_listen_on(spec: Object) -> None:
         asked = [*filter(None, [env.get("RAGCACHE_RETRIEVER")])]
         if "RAGCACHE_ENGINES" in env:
             for engine in env["RAGCACHE_ENGINES"].split(","):
-                http, records_port = engine.removeprefix("http://").split(";records=")
+                http, records_port = engine.removeprefix("https://").split(";records=")
                 asked += [http, f"{http.split(':')[0]}:{records_port}"]
         assert set(asked) <= served.keys()
 

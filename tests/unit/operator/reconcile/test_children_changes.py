@@ -14,6 +14,7 @@ from ragcache_operator.spec.ragcache import RagCacheSpec
 from tests.kit.operator import Object, build, workloads_of
 
 WHOLE: Object = {
+    "tls": {"issuerRef": {"name": "one"}},
     "model": {"source": "hf:a/b", "tokenSecret": {"name": "one"}},
     "gateway": {
         "audit": {"claim": "audit"},
@@ -72,6 +73,9 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "model.maxLength": (1024, f"{ENGINE} {GATEWAY}", ""),
     "model.dtype": ("float16", f"{ENGINE} {GATEWAY}", ""),
     "model.weights": ("16Gi", ENGINE, ""),
+    "tls.enabled": (False, f"{ENGINE} {GATEWAY} {RETRIEVER} {STORE}", "Certificate/tls"),
+    "tls.issuerRef.name": ("two", "", "Certificate/tls"),
+    "tls.issuerRef.kind": ("ClusterIssuer", "", "Certificate/tls"),
     "gateway.port": (80, "", "Service/gateway"),
     "gateway.replicas": (2, "", f"{GATEWAY} {GATEWAY_SCALER}"),
     "gateway.autoscaling.maxReplicas": (5, "", f"{GATEWAY} {GATEWAY_SCALER}"),

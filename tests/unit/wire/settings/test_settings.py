@@ -21,6 +21,7 @@ from ragcache_wire.settings.field_types import split_address
 from ragcache_wire.settings.gateway import EngineAddress, ModelSettings, models_text
 from ragcache_wire.settings.retriever import BUNDLED_EMBEDDER
 from ragcache_wire.settings.table import ServiceSettings, variable
+from tests.kit.certificates import NAME, issue, write
 from tests.kit.settings import read_settings
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -86,7 +87,6 @@ WRONG: dict[type[ServiceSettings], dict[str, list[str]]] = {
         "engines": [
             "http://engine:8000;records=",
             "engine:8000;records=8001",
-            "https://engine:8000;records=8001",
             "http://engine;records=8001",
             "http://engine:port;records=8001",
             "http://engine:8000/v1;records=8001",
@@ -436,3 +436,24 @@ def test_a_reranker_needs_a_model(source: str) -> None:
     assert caught.value.field == "RAGCACHE_RERANKER_MODEL"
     settings = read(RetrieverSettings, RAGCACHE_RERANKER=source, RAGCACHE_RERANKER_MODEL="m")
     assert (settings.reranker, settings.reranker_model) == (source, "m")
+
+
+def test_an_encrypted_engine_of_the_platform_needs_a_certificate(tmp_path: Path) -> None:
+    engines = "https://engine:8000;records=8001"
+    with pytest.raises(InvalidInput, match=r"^RAGCACHE_TLS_DIR: is not set"):
+        read(GatewaySettings, RAGCACHE_ENGINES=engines)
+    folder = write(tmp_path / "tls", issue())
+    settings = read(GatewaySettings, RAGCACHE_ENGINES=engines, RAGCACHE_TLS_DIR=str(folder))
+    [engine] = settings.engines
+    assert engine.is_tls
+    assert str(engine) == engines
+    assert settings.credentials.certificates is not None
+    assert settings.credentials.certificates.current().name == NAME
+
+
+@pytest.mark.parametrize("missing", ["tls.crt", "tls.key", "ca.crt"])
+def test_a_folder_without_a_file_of_the_certificate_is_named(tmp_path: Path, missing: str) -> None:
+    folder = write(tmp_path / "tls", issue())
+    (folder / missing).unlink()
+    with pytest.raises(InvalidInput, match=rf"^RAGCACHE_TLS_DIR: .*{missing}"):
+        read(GatewaySettings, RAGCACHE_TLS_DIR=str(folder))
