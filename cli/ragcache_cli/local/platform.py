@@ -17,7 +17,13 @@ from typing import Self
 import psutil
 
 from ragcache_cli.local.component import LocalComponent, Prober, components_from
-from ragcache_cli.local.key_files import ensure_key_file, plan_key_file, platform_key, read_api_key
+from ragcache_cli.local.key_files import (
+    ensure_key_file,
+    ensure_store_key,
+    plan_key_file,
+    platform_key,
+    read_api_key,
+)
 from ragcache_cli.local.placement import RUN_FOLDER, LocalPlacement
 from ragcache_cli.local.ports import LOOPBACK, demand_free, free_ports
 from ragcache_cli.local.process import end_families, last_lines
@@ -210,6 +216,7 @@ class LocalPlatform:
             key_hash = self._held.enter_context(platform_key(self._data))
         placement = LocalPlacement(self._data, self._gateway_port, ports, key_hash)
         self._held.enter_context(plan_key_file(Path(placement.signing_key_file())))
+        ensure_store_key(Path(placement.store_key_file()))
         children = build_children(self._cache, placement)
         for component in components_from(children, self._cache.metadata.name):
             self._supervisors.append(self._make_supervisor(component))

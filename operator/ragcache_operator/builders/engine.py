@@ -10,7 +10,7 @@ from ragcache_core.cost.engine_memory import EngineMemory
 from ragcache_operator.builders import autoscaling
 from ragcache_operator.builders.autoscaling import ReplicaRange
 from ragcache_operator.builders.environment import EnvValue, FromResource, settings_environment
-from ragcache_operator.builders.keys import signing_mount
+from ragcache_operator.builders.keys import signing_mount, store_key_mount
 from ragcache_operator.builders.metadata import ENGINE_LABEL, Object
 from ragcache_operator.builders.model import model_environment, model_mounts, weights_bytes
 from ragcache_operator.builders.placement import PORT_NUMBERS, Endpoint, PlatformPlacement
@@ -88,6 +88,7 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
             _SHARED_MEMORY,
             MEMBERS.mount(cache),
             signing_mount(cache, placement),
+            store_key_mount(cache, placement),
             *model_mounts(cache.spec.model_of(engine)),
         ),
         drain=("python", "-m", "ragcache_engine.drain", "--deadline-s", str(_DRAIN_S)),
@@ -154,6 +155,7 @@ def _environment(
             engine,
             cachestore=placement.cache_store_members(),
             signing_key_file=placement.signing_key_file(),
+            store_key_file=placement.store_key_file(),
             records_listen=str(placement.bind_address(records(engine))),
             metrics_listen=str(placement.bind_address(metrics(engine))),
             memory_request_bytes=FromResource("requests.memory"),

@@ -29,6 +29,8 @@ MEMBERS_FOLDER: Final = "/etc/ragcache/members"
 MEMBERS_FILE: Final = "cachestore.json"
 SIGNING_KEY_FOLDER: Final = "/etc/ragcache/signing-key"
 SIGNING_KEY_FILE: Final = "keys"
+STORE_KEY_FOLDER: Final = "/etc/ragcache/store-key"
+STORE_KEY_FILE: Final = "store.key"
 API_KEYS_FOLDER: Final = "/etc/ragcache/api-keys"
 API_KEYS_FILE: Final = "keys.toml"
 AUDIT_FOLDER: Final = "/var/log/ragcache"
@@ -137,6 +139,10 @@ class PlatformPlacement(Protocol):
 
     def signing_key_file(self) -> str:
         """Return the path of the file with the signing keys of plans."""
+        ...
+
+    def store_key_file(self) -> str:
+        """Return the path of the file with the key that names stored values."""
         ...
 
     def api_keys_file(self) -> str:
@@ -271,6 +277,10 @@ class ClusterPlacement:
     def signing_key_file(self) -> str:
         """Return a mounted file, so that pods follow a key rotation without a restart."""
         return f"{SIGNING_KEY_FOLDER}/{SIGNING_KEY_FILE}"
+
+    def store_key_file(self) -> str:
+        """Return a mounted file, which pods read at their start."""
+        return f"{STORE_KEY_FOLDER}/{STORE_KEY_FILE}"
 
     def api_keys_file(self) -> str:
         """Return a mounted file, so that pods follow changes of keys without a restart."""
