@@ -68,6 +68,8 @@ class Entrant:
 ENTRANTS = (
     Entrant("shared", "ours", "ours", "RagCache"),
     Entrant("socket", "ours", "ours", "RagCacheSocket"),
+    Entrant("shared, tagged", "ours", "ours", "RagCacheTagged"),
+    Entrant("socket, tagged", "ours", "ours", "RagCacheTaggedSocket"),
     Entrant("durable", "ours", "ours", "RagCacheDurable"),
     Entrant("disk", "ours", "ours", "RagCacheDisk"),
     Entrant("memcpy", "floor", "baselines", "Memcpy"),

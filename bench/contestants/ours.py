@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bench.contestants.contestant import START_S, Contestant, Server, free_port
 from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, Tier, VariantInfo
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
@@ -35,6 +36,7 @@ class RagCache(Contestant):
     ack = Ack.ACCEPTED
     memory_bytes = 192 << 20
     disk_bytes = 256 << 20
+    store_key: StoreKey | None = None
 
     def __init__(self, folder: Path, keys: Path | None = None) -> None:
         port, data_port = free_port(), free_port()
@@ -54,7 +56,10 @@ class RagCache(Contestant):
         argv = [sys.executable, "-m", "ragcache_cachestore"]
         self._server = Server(argv, port, environment)
         self._client = StoreClient(
-            f"127.0.0.1:{port}", (self.transport,), None if keys is None else SigningKeys(keys)
+            f"127.0.0.1:{port}",
+            (self.transport,),
+            None if keys is None else SigningKeys(keys),
+            self.store_key,
         )
         self._client.stats(START_S)
         self._puts: Counter[int] = Counter()
@@ -93,6 +98,18 @@ class RagCache(Contestant):
 
 class RagCacheSocket(RagCache):
     """Over a TCP socket, as between machines."""
+
+    transport = "socket"
+
+
+class RagCacheTagged(RagCache):
+    """Values have tags, which the client makes and checks."""
+
+    store_key = StoreKey.of_secret(bytes(32))
+
+
+class RagCacheTaggedSocket(RagCacheTagged):
+    """The same over a TCP socket."""
 
     transport = "socket"
 

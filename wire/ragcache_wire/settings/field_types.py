@@ -104,6 +104,7 @@ def _store_key(value: StoreKey | str, info: ValidationInfo) -> StoreKey:
         return value
     if not os.path.isabs(value):
         raise ValueError("not an absolute path")
+    assert info.field_name is not None
     name = variable(info.field_name)
     try:
         content = Path(value).read_bytes()

@@ -386,9 +386,9 @@ def test_a_store_key_is_one_key(tmp_path: Path) -> None:
     assert read(GatewaySettings).store_key_file is None
     path = tmp_path / "store.key"
     path.write_text("ab" * 32 + "\n")
-    for table in (GatewaySettings, EngineSettings):
-        key = read(table, RAGCACHE_STORE_KEY_FILE=str(path)).store_key_file
-        assert key == StoreKey.of_secret(bytes.fromhex("ab" * 32))
+    expected = StoreKey.of_secret(bytes.fromhex("ab" * 32))
+    assert read(GatewaySettings, RAGCACHE_STORE_KEY_FILE=str(path)).store_key_file == expected
+    assert read(EngineSettings, RAGCACHE_STORE_KEY_FILE=str(path)).store_key_file == expected
     path.write_text("ab" * 32 + "\n" + "cd" * 32 + "\n")
     with pytest.raises(InvalidInput, match="RAGCACHE_STORE_KEY_FILE: holds 2 keys"):
         read(GatewaySettings, RAGCACHE_STORE_KEY_FILE=str(path))
