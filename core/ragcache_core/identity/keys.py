@@ -5,8 +5,8 @@ depend on a *KV space* (the model, tokenizer, KV layout, dtype and rope settings
 domain* (who may share the KV). The same tokens in another space or domain have other keys, so they
 are never served across.
 
-The hashes are keyed with the platform's store key, if it has one. So nobody without it can tell
-under which name the KV of a known text is stored.
+The hashes are keyed with the platform's store key, if it has one. So a caller without it cannot
+tell under which name the KV of a known text is stored.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from typing import Final
 
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
 
-
 TAG_BYTES: Final = 16
 """Length of a value's authentication tag."""
 
@@ -200,8 +199,8 @@ class Miss(StrEnum):
     NEVER_STORED = "never_stored"
     EVICTED = "evicted"
     DELETED = "deleted"
-    CORRUPT = "corrupt"  # a checksum did not match; the store removed the variant
-    FORGED = "forged"  # its tag was not made with the platform's key; the client had it removed
+    CORRUPT = "corrupt"  # a checksum did not match, so the store removed it.
+    FORGED = "forged"  # a client found a tag that the platform's key did not make
     APPROXIMATE = "approximate"  # stored, but not exact as requested
     OTHER_PRECISION = "other_precision"  # stored, but not lossless as requested
     OTHER_DOMAIN = "other_domain"

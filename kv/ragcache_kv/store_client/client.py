@@ -326,7 +326,7 @@ class StoreClient:
     def _checked(
         self, answers: Iterator[tuple[VariantKey, StoredValue | Miss]]
     ) -> Iterator[tuple[VariantKey, StoredValue | Miss]]:
-        """Check the tag of each value in the caller's memory, where nobody else changes it."""
+        """Check the tag of each value in the caller's memory, which the store cannot change."""
         for key, answer in answers:
             if (
                 self._store_key is None
