@@ -4,15 +4,18 @@
 # source: ragcache_wire/v1/cachestore.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "ragcache_wire/v1/cachestore.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'ragcache_wire/v1/cachestore.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -22,139 +25,137 @@ _sym_db = _symbol_database.Default()
 from ragcache_wire.v1 import node_feed_pb2 as ragcache__wire_dot_v1_dot_node__feed__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n!ragcache_wire/v1/cachestore.proto\x12\x0bragcache.v1\x1a ragcache_wire/v1/node_feed.proto"+\n\nVariantKey\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x12\x0e\n\x06prefix\x18\x02 \x01(\x0c"W\n\nValueShape\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t"0\n\tValuePart\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06"}\n\x0bVariantInfo\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\r\n\x05\x65xact\x18\x04 \x01(\x08\x12\x11\n\tprecision\x18\x05 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x06 \x01(\r"=\n\tInfluence\x12\x0e\n\x06rights\x18\x01 \x01(\x0c\x12\x0e\n\x06writer\x18\x02 \x01(\x0c\x12\x10\n\x08num_head\x18\x03 \x01(\r"\xa6\x01\n\x06Origin\x12\x15\n\rprefix_chunks\x18\x01 \x03(\x0c\x12\'\n\x06parent\x18\x02 \x01(\x0b\x32\x17.ragcache.v1.VariantKey\x12\x0e\n\x06\x64omain\x18\x03 \x01(\t\x12\x10\n\x08\x64ocument\x18\x04 \x01(\t\x12\x0f\n\x07token_s\x18\x05 \x01(\x02\x12)\n\tinfluence\x18\x06 \x01(\x0b\x32\x16.ragcache.v1.Influence">\n\x04\x41sOf\x12\r\n\x05store\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x15\n\rplanned_at_ms\x18\x03 \x01(\x04"\x90\x02\n\tPutHeader\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.ragcache.v1.VariantKey\x12&\n\x04info\x18\x02 \x01(\x0b\x32\x18.ragcache.v1.VariantInfo\x12#\n\x06origin\x18\x03 \x01(\x0b\x32\x13.ragcache.v1.Origin\x12&\n\x05shape\x18\x04 \x01(\x0b\x32\x17.ragcache.v1.ValueShape\x12\x12\n\npart_bytes\x18\x05 \x03(\x04\x12\x1d\n\x03\x61\x63k\x18\x06 \x01(\x0e\x32\x10.ragcache.v1.Ack\x12 \n\x05\x61s_of\x18\x07 \x01(\x0b\x32\x11.ragcache.v1.AsOf\x12\x13\n\x0btraceparent\x18\x08 \x01(\t"?\n\rPutCompletion\x12\x11\n\tchecksums\x18\x01 \x03(\x06\x12\x0e\n\x06\x63ost_s\x18\x02 \x01(\x02\x12\x0b\n\x03tag\x18\x03 \x01(\x0c"}\n\x07PutPart\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.ragcache.v1.PutHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\x30\n\ncompletion\x18\x03 \x01(\x0b\x32\x1a.ragcache.v1.PutCompletionH\x00\x42\x06\n\x04part"r\n\x08PutReply\x12.\n\x07outcome\x18\x01 \x01(\x0e\x32\x1d.ragcache.v1.PutReply.Outcome"6\n\x07Outcome\x12\n\n\x06STORED\x10\x00\x12\x12\n\x0e\x41LREADY_STORED\x10\x01\x12\x0b\n\x07\x44\x45LETED\x10\x02"~\n\nGetRequest\x12%\n\x04keys\x18\x01 \x03(\x0b\x32\x17.ragcache.v1.VariantKey\x12\r\n\x05\x65xact\x18\x02 \x01(\x08\x12\x0e\n\x06\x64omain\x18\x03 \x01(\t\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\x12\x15\n\rfix_overheads\x18\x06 \x03(\x02"\xcd\x01\n\tGetHeader\x12\r\n\x05index\x18\x01 \x01(\r\x12\x1f\n\x04miss\x18\x02 \x01(\x0e\x32\x11.ragcache.v1.Miss\x12&\n\x04info\x18\x03 \x01(\x0b\x32\x18.ragcache.v1.VariantInfo\x12%\n\x05parts\x18\x04 \x03(\x0b\x32\x16.ragcache.v1.ValuePart\x12&\n\x05shape\x18\x05 \x01(\x0b\x32\x17.ragcache.v1.ValueShape\x12\x0c\n\x04tier\x18\x06 \x01(\t\x12\x0b\n\x03tag\x18\x07 \x01(\x0c"K\n\x07GetPart\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.ragcache.v1.GetHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part":\n\tLookupKey\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x12\x0e\n\x06prefix\x18\x02 \x01(\x0c\x12\x0e\n\x06others\x18\x03 \x01(\x08"T\n\rLookupRequest\x12$\n\x04keys\x18\x01 \x03(\x0b\x32\x16.ragcache.v1.LookupKey\x12\r\n\x05\x65xact\x18\x02 \x01(\x08\x12\x0e\n\x06\x64omain\x18\x03 \x01(\t"\xed\x01\n\rStoredVariant\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.ragcache.v1.VariantKey\x12&\n\x04info\x18\x02 \x01(\x0b\x32\x18.ragcache.v1.VariantInfo\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x0e\n\x06load_s\x18\x04 \x01(\x02\x12\x15\n\rprefix_chunks\x18\x05 \x03(\x0c\x12\x0e\n\x06\x63opies\x18\x06 \x03(\t\x12\x1e\n\x16wants_higher_precision\x18\x07 \x01(\x08\x12)\n\tinfluence\x18\x08 \x01(\x0b\x32\x16.ragcache.v1.Influence"\\\n\rChunkVariants\x12*\n\x06stored\x18\x01 \x03(\x0b\x32\x1a.ragcache.v1.StoredVariant\x12\x1f\n\x04miss\x18\x02 \x01(\x0e\x32\x11.ragcache.v1.Miss"T\n\x0bLookupReply\x12,\n\x08variants\x18\x01 \x03(\x0b\x32\x1a.ragcache.v1.ChunkVariants\x12\x17\n\x0f\x64\x65lete_sequence\x18\x02 \x01(\x04":\n\x11\x46indMissesRequest\x12%\n\x04keys\x18\x01 \x03(\x0b\x32\x17.ragcache.v1.VariantKey"4\n\x0f\x46indMissesReply\x12!\n\x06misses\x18\x01 \x03(\x0e\x32\x11.ragcache.v1.Miss"\x98\x01\n\tUseReport\x12(\n\x04uses\x18\x01 \x03(\x0b\x32\x1a.ragcache.v1.UseReport.Use\x1a\x61\n\x03Use\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.ragcache.v1.VariantKey\x12\r\n\x05times\x18\x02 \x01(\r\x12\x14\n\x0c\x66ix_overhead\x18\x03 \x01(\x02\x12\x0f\n\x07token_s\x18\x04 \x01(\x02"!\n\x0eUseReportReply\x12\x0f\n\x07\x63ounted\x18\x01 \x01(\r"8\n\x0fPrefetchRequest\x12%\n\x04keys\x18\x01 \x03(\x0b\x32\x17.ragcache.v1.VariantKey" \n\rPrefetchReply\x12\x0f\n\x07started\x18\x01 \x01(\r"\x88\x01\n\x08\x44\x65letion\x12\n\n\x02id\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63hunks\x18\x02 \x03(\x0c\x12)\n\x08variants\x18\x03 \x03(\x0b\x32\x17.ragcache.v1.VariantKey\x12\x11\n\tdocuments\x18\x04 \x03(\t\x12\x0e\n\x06\x64omain\x18\x05 \x01(\t\x12\x12\n\nmade_at_ms\x18\x06 \x01(\x04"8\n\rDeleteRequest\x12\'\n\x08\x64\x65letion\x18\x01 \x01(\x0b\x32\x15.ragcache.v1.Deletion"\x1e\n\x0b\x44\x65leteReply\x12\x0f\n\x07removed\x18\x01 \x01(\x04"9\n\x0eRemainsRequest\x12\'\n\x08\x64\x65letion\x18\x01 \x01(\x0b\x32\x15.ragcache.v1.Deletion"C\n\x0cRemainsReply\x12\x11\n\tin_memory\x18\x01 \x01(\x04\x12\x0f\n\x07on_disk\x18\x02 \x01(\x04\x12\x0f\n\x07unfreed\x18\x03 \x01(\x04"/\n\x0cPullPosition\x12\r\n\x05store\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04">\n\x11TombstonesRequest\x12)\n\x06pulled\x18\x02 \x03(\x0b\x32\x19.ragcache.v1.PullPosition"n\n\rDeletionBatch\x12\r\n\x05store\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x12\n\nincomplete\x18\x03 \x01(\x08\x12(\n\tdeletions\x18\x04 \x03(\x0b\x32\x15.ragcache.v1.Deletion"7\n\x0f\x44ropCopyRequest\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.ragcache.v1.VariantKey" \n\rDropCopyReply\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x08"\x0e\n\x0cHelloRequest"j\n\nHelloReply\x12\x0c\n\x04\x62oot\x18\x01 \x01(\x0c\x12\r\n\x05store\x18\x02 \x01(\x0c\x12\x17\n\x0fmax_value_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x61ta_socket\x18\x04 \x01(\t\x12\x11\n\tdata_port\x18\x05 \x01(\r""\n\rDataChallenge\x12\x11\n\tchallenge\x18\x01 \x01(\x0c"\x1f\n\x0e\x44\x61taCredential\x12\r\n\x05proof\x18\x01 \x01(\x0c"=\n\nDataExtent\x12\x0c\n\x04\x64isk\x18\x01 \x01(\x08\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04"n\n\x0bLeasedValue\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x16.ragcache.v1.GetHeader\x12\r\n\x05lease\x18\x02 \x01(\x04\x12(\n\x07\x65xtents\x18\x03 \x03(\x0b\x32\x17.ragcache.v1.DataExtent"8\n\x0c\x44\x61taGetReply\x12(\n\x06values\x18\x01 \x03(\x0b\x32\x18.ragcache.v1.LeasedValue"u\n\x08PutGrant\x12\x0f\n\x07granted\x18\x01 \x01(\x08\x12.\n\x07outcome\x18\x02 \x01(\x0e\x32\x1d.ragcache.v1.PutReply.Outcome\x12(\n\x07\x65xtents\x18\x03 \x03(\x0b\x32\x17.ragcache.v1.DataExtent" \n\x0bPutProgress\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04"@\n\x0cLeaseRelease\x12\x0e\n\x06leases\x18\x01 \x03(\x04\x12\x0f\n\x07\x63orrupt\x18\x02 \x03(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x02"\x9d\x01\n\nReadReport\x12+\n\x05reads\x18\x01 \x03(\x0b\x32\x1c.ragcache.v1.ReadReport.Read\x1a\x62\n\x04Read\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.ragcache.v1.VariantKey\x12\r\n\x05times\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x02\x12\x14\n\x0c\x66ix_overhead\x18\x04 \x01(\x02"]\n\tDataError\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x0b\n\x03\x66ix\x18\x04 \x01(\t\x12\x15\n\rretry_after_s\x18\x05 \x01(\x02"\x0e\n\x0cStatsRequest"\xaf\x07\n\nStatsReply\x12\x10\n\x08variants\x18\x01 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x02 \x01(\x04\x12\x1b\n\x13\x64isk_capacity_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\x12\x1d\n\x15memory_capacity_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bhits_memory\x18\x06 \x01(\x04\x12\x11\n\thits_disk\x18\x07 \x01(\x04\x12\x0e\n\x06misses\x18\x08 \x01(\x04\x12\x45\n\x10misses_by_reason\x18\t \x03(\x0b\x32+.ragcache.v1.StatsReply.MissesByReasonEntry\x12\x0f\n\x07\x63orrupt\x18\n \x01(\x04\x12\x0c\n\x04puts\x18\x0b \x01(\x04\x12\x39\n\tevictions\x18\x0c \x03(\x0b\x32&.ragcache.v1.StatsReply.EvictionsEntry\x12I\n\x12\x62ytes_by_precision\x18\r \x03(\x0b\x32-.ragcache.v1.StatsReply.BytesByPrecisionEntry\x12I\n\x12\x62ytes_by_transport\x18\x0e \x03(\x0b\x32-.ragcache.v1.StatsReply.BytesByTransportEntry\x12\x0e\n\x06leases\x18\x0f \x01(\x04\x12\x12\n\ntombstones\x18\x10 \x01(\x04\x12\x17\n\x0fscore_histogram\x18\x11 \x03(\x04\x12\x11\n\tunwritten\x18\x12 \x01(\x04\x12\x15\n\rreported_uses\x18\x13 \x01(\x04\x12\x13\n\x0breset_at_ms\x18\x1e \x01(\x04\x12\x14\n\x0creset_reason\x18\x1f \x01(\t\x12\x13\n\x0b\x63onnections\x18  \x01(\x04\x12\x1b\n\x13\x63onnections_evicted\x18! \x01(\x04\x12\x1b\n\x13\x63onnections_refused\x18" \x01(\x04\x1a\x35\n\x13MissesByReasonEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x30\n\x0e\x45victionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x37\n\x15\x42ytesByPrecisionEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x37\n\x15\x42ytesByTransportEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01* \n\x03\x41\x63k\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x00\x12\x0b\n\x07\x44URABLE\x10\x01*\xb0\x01\n\x04Miss\x12\x14\n\x10MISS_UNSPECIFIED\x10\x00\x12\x15\n\x11MISS_NEVER_STORED\x10\x01\x12\x10\n\x0cMISS_EVICTED\x10\x02\x12\x10\n\x0cMISS_DELETED\x10\x03\x12\x10\n\x0cMISS_CORRUPT\x10\x04\x12\x14\n\x10MISS_APPROXIMATE\x10\x05\x12\x18\n\x14MISS_OTHER_PRECISION\x10\x06\x12\x15\n\x11MISS_OTHER_DOMAIN\x10\x07\x32\xe2\x06\n\nCacheStore\x12;\n\x05Hello\x12\x19.ragcache.v1.HelloRequest\x1a\x17.ragcache.v1.HelloReply\x12>\n\x06Lookup\x12\x1a.ragcache.v1.LookupRequest\x1a\x18.ragcache.v1.LookupReply\x12\x34\n\x03Put\x12\x14.ragcache.v1.PutPart\x1a\x15.ragcache.v1.PutReply(\x01\x12\x36\n\x03Get\x12\x17.ragcache.v1.GetRequest\x1a\x14.ragcache.v1.GetPart0\x01\x12J\n\nFindMisses\x12\x1e.ragcache.v1.FindMissesRequest\x1a\x1c.ragcache.v1.FindMissesReply\x12\x41\n\nReportUses\x12\x16.ragcache.v1.UseReport\x1a\x1b.ragcache.v1.UseReportReply\x12\x44\n\x08Prefetch\x12\x1c.ragcache.v1.PrefetchRequest\x1a\x1a.ragcache.v1.PrefetchReply\x12>\n\x06\x44\x65lete\x12\x1a.ragcache.v1.DeleteRequest\x1a\x18.ragcache.v1.DeleteReply\x12\x45\n\x0b\x46indRemains\x12\x1b.ragcache.v1.RemainsRequest\x1a\x19.ragcache.v1.RemainsReply\x12J\n\nTombstones\x12\x1e.ragcache.v1.TombstonesRequest\x1a\x1a.ragcache.v1.DeletionBatch0\x01\x12\x44\n\x08\x44ropCopy\x12\x1c.ragcache.v1.DropCopyRequest\x1a\x1a.ragcache.v1.DropCopyReply\x12>\n\x05Watch\x12\x19.ragcache.v1.WatchRequest\x1a\x18.ragcache.v1.NodeChanges0\x01\x12;\n\x05Stats\x12\x19.ragcache.v1.StatsRequest\x1a\x17.ragcache.v1.StatsReplyb\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!ragcache_wire/v1/cachestore.proto\x12\x0bragcache.v1\x1a ragcache_wire/v1/node_feed.proto\"+\n\nVariantKey\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x12\x0e\n\x06prefix\x18\x02 \x01(\x0c\"W\n\nValueShape\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\"0\n\tValuePart\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06\"}\n\x0bVariantInfo\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\r\n\x05\x65xact\x18\x04 \x01(\x08\x12\x11\n\tprecision\x18\x05 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x06 \x01(\r\"=\n\tInfluence\x12\x0e\n\x06rights\x18\x01 \x01(\x0c\x12\x0e\n\x06writer\x18\x02 \x01(\x0c\x12\x10\n\x08num_head\x18\x03 \x01(\r\"\xa6\x01\n\x06Origin\x12\x15\n\rprefix_chunks\x18\x01 \x03(\x0c\x12\'\n\x06parent\x18\x02 \x01(\x0b\x32\x17.ragcache.v1.VariantKey\x12\x0e\n\x06\x64omain\x18\x03 \x01(\t\x12\x10\n\x08\x64ocument\x18\x04 \x01(\t\x12\x0f\n\x07token_s\x18\x05 \x01(\x02\x12)\n\tinfluence\x18\x06 \x01(\x0b\x32\x16.ragcache.v1.Influence\">\n\x04\x41sOf\x12\r\n\x05store\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x15\n\rplanned_at_ms\x18\x03 \x01(\x04\"\x90\x02\n\tPutHeader\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.ragcache.v1.VariantKey\x12&\n\x04info\x18\x02 \x01(\x0b\x32\x18.ragcache.v1.VariantInfo\x12#\n\x06origin\x18\x03 \x01(\x0b\x32\x13.ragcache.v1.Origin\x12&\n\x05shape\x18\x04 \x01(\x0b\x32\x17.ragcache.v1.ValueShape\x12\x12\n\npart_bytes\x18\x05 \x03(\x04\x12\x1d\n\x03\x61\x63k\x18\x06 \x01(\x0e\x32\x10.ragcache.v1.Ack\x12 \n\x05\x61s_of\x18\x07 \x01(\x0b\x32\x11.ragcache.v1.AsOf\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"?\n\rPutCompletion\x12\x11\n\tchecksums\x18\x01 \x03(\x06\x12\x0e\n\x06\x63ost_s\x18\x02 \x01(\x02\x12\x0b\n\x03tag\x18\x03 \x01(\x0c\"}\n\x07PutPart\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.ragcache.v1.PutHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\x30\n\ncompletion\x18\x03 \x01(\x0b\x32\x1a.ragcache.v1.PutCompletionH\x00\x42\x06\n\x04part\"r\n\x08PutReply\x12.\n\x07outcome\x18\x01 \x01(\x0e\x32\x1d.ragcache.v1.PutReply.Outcome\"6\n\x07Outcome\x12\n\n\x06STORED\x10\x00\x12\x12\n\x0e\x41LREADY_STORED\x10\x01\x12\x0b\n\x07\x44\x45LETED\x10\x02\"~\n\nGetRequest\x12%\n\x04keys\x18\x01 \x03(\x0b\x32\x17.ragcache.v1.VariantKey\x12\r\n\x05\x65xact\x18\x02 \x01(\x08\x12\x0e\n\x06\x64omain\x18\x03 \x01(\t\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\x12\x15\n\rfix_overheads\x18\x06 \x03(\x02\"\xcd\x01\n\tGetHeader\x12\r\n\x05index\x18\x01 \x01(\r\x12\x1f\n\x04miss\x18\x02 \x01(\x0e\x32\x11.ragcache.v1.Miss\x12&\n\x04info\x18\x03 \x01(\x0b\x32\x18.ragcache.v1.VariantInfo\x12%\n\x05parts\x18\x04 \x03(\x0b\x32\x16.ragcache.v1.ValuePart\x12&\n\x05shape\x18\x05 \x01(\x0b\x32\x17.ragcache.v1.ValueShape\x12\x0c\n\x04tier\x18\x06 \x01(\t\x12\x0b\n\x03tag\x18\x07 \x01(\x0c\"K\n\x07GetPart\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.ragcache.v1.GetHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\":\n\tLookupKey\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x12\x0e\n\x06prefix\x18\x02 \x01(\x0c\x12\x0e\n\x06others\x18\x03 \x01(\x08\"T\n\rLookupRequest\x12$\n\x04keys\x18\x01 \x03(\x0b\x32\x16.ragcache.v1.LookupKey\x12\r\n\x05\x65xact\x18\x02 \x01(\x08\x12\x0e\n\x06\x64omain\x18\x03 \x01(\t\"\xed\x01\n\rStoredVariant\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.ragcache.v1.VariantKey\x12&\n\x04info\x18\x02 \x01(\x0b\x32\x18.ragcache.v1.VariantInfo\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x0e\n\x06load_s\x18\x04 \x01(\x02\x12\x15\n\rprefix_chunks\x18\x05 \x03(\x0c\x12\x0e\n\x06\x63opies\x18\x06 \x03(\t\x12\x1e\n\x16wants_higher_precision\x18\x07 \x01(\x08\x12)\n\tinfluence\x18\x08 \x01(\x0b\x32\x16.ragcache.v1.Influence\"\\\n\rChunkVariants\x12*\n\x06stored\x18\x01 \x03(\x0b\x32\x1a.ragcache.v1.StoredVariant\x12\x1f\n\x04miss\x18\x02 \x01(\x0e\x32\x11.ragcache.v1.Miss\"T\n\x0bLookupReply\x12,\n\x08variants\x18\x01 \x03(\x0b\x32\x1a.ragcache.v1.ChunkVariants\x12\x17\n\x0f\x64\x65lete_sequence\x18\x02 \x01(\x04\":\n\x11\x46indMissesRequest\x12%\n\x04keys\x18\x01 \x03(\x0b\x32\x17.ragcache.v1.VariantKey\"4\n\x0f\x46indMissesReply\x12!\n\x06misses\x18\x01 \x03(\x0e\x32\x11.ragcache.v1.Miss\"\x98\x01\n\tUseReport\x12(\n\x04uses\x18\x01 \x03(\x0b\x32\x1a.ragcache.v1.UseReport.Use\x1a\x61\n\x03Use\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.ragcache.v1.VariantKey\x12\r\n\x05times\x18\x02 \x01(\r\x12\x14\n\x0c\x66ix_overhead\x18\x03 \x01(\x02\x12\x0f\n\x07token_s\x18\x04 \x01(\x02\"!\n\x0eUseReportReply\x12\x0f\n\x07\x63ounted\x18\x01 \x01(\r\"8\n\x0fPrefetchRequest\x12%\n\x04keys\x18\x01 \x03(\x0b\x32\x17.ragcache.v1.VariantKey\" \n\rPrefetchReply\x12\x0f\n\x07started\x18\x01 \x01(\r\"\x88\x01\n\x08\x44\x65letion\x12\n\n\x02id\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63hunks\x18\x02 \x03(\x0c\x12)\n\x08variants\x18\x03 \x03(\x0b\x32\x17.ragcache.v1.VariantKey\x12\x11\n\tdocuments\x18\x04 \x03(\t\x12\x0e\n\x06\x64omain\x18\x05 \x01(\t\x12\x12\n\nmade_at_ms\x18\x06 \x01(\x04\"8\n\rDeleteRequest\x12\'\n\x08\x64\x65letion\x18\x01 \x01(\x0b\x32\x15.ragcache.v1.Deletion\"\x1e\n\x0b\x44\x65leteReply\x12\x0f\n\x07removed\x18\x01 \x01(\x04\"9\n\x0eRemainsRequest\x12\'\n\x08\x64\x65letion\x18\x01 \x01(\x0b\x32\x15.ragcache.v1.Deletion\"C\n\x0cRemainsReply\x12\x11\n\tin_memory\x18\x01 \x01(\x04\x12\x0f\n\x07on_disk\x18\x02 \x01(\x04\x12\x0f\n\x07unfreed\x18\x03 \x01(\x04\"/\n\x0cPullPosition\x12\r\n\x05store\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\">\n\x11TombstonesRequest\x12)\n\x06pulled\x18\x02 \x03(\x0b\x32\x19.ragcache.v1.PullPosition\"n\n\rDeletionBatch\x12\r\n\x05store\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x12\n\nincomplete\x18\x03 \x01(\x08\x12(\n\tdeletions\x18\x04 \x03(\x0b\x32\x15.ragcache.v1.Deletion\"7\n\x0f\x44ropCopyRequest\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.ragcache.v1.VariantKey\" \n\rDropCopyReply\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\x08\"\x0e\n\x0cHelloRequest\"j\n\nHelloReply\x12\x0c\n\x04\x62oot\x18\x01 \x01(\x0c\x12\r\n\x05store\x18\x02 \x01(\x0c\x12\x17\n\x0fmax_value_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x61ta_socket\x18\x04 \x01(\t\x12\x11\n\tdata_port\x18\x05 \x01(\r\"\"\n\rDataChallenge\x12\x11\n\tchallenge\x18\x01 \x01(\x0c\"\x1f\n\x0e\x44\x61taCredential\x12\r\n\x05proof\x18\x01 \x01(\x0c\"=\n\nDataExtent\x12\x0c\n\x04\x64isk\x18\x01 \x01(\x08\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"n\n\x0bLeasedValue\x12&\n\x06header\x18\x01 \x01(\x0b\x32\x16.ragcache.v1.GetHeader\x12\r\n\x05lease\x18\x02 \x01(\x04\x12(\n\x07\x65xtents\x18\x03 \x03(\x0b\x32\x17.ragcache.v1.DataExtent\"8\n\x0c\x44\x61taGetReply\x12(\n\x06values\x18\x01 \x03(\x0b\x32\x18.ragcache.v1.LeasedValue\"u\n\x08PutGrant\x12\x0f\n\x07granted\x18\x01 \x01(\x08\x12.\n\x07outcome\x18\x02 \x01(\x0e\x32\x1d.ragcache.v1.PutReply.Outcome\x12(\n\x07\x65xtents\x18\x03 \x03(\x0b\x32\x17.ragcache.v1.DataExtent\" \n\x0bPutProgress\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"@\n\x0cLeaseRelease\x12\x0e\n\x06leases\x18\x01 \x03(\x04\x12\x0f\n\x07\x63orrupt\x18\x02 \x03(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x02\"\x9d\x01\n\nReadReport\x12+\n\x05reads\x18\x01 \x03(\x0b\x32\x1c.ragcache.v1.ReadReport.Read\x1a\x62\n\x04Read\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.ragcache.v1.VariantKey\x12\r\n\x05times\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x02\x12\x14\n\x0c\x66ix_overhead\x18\x04 \x01(\x02\"]\n\tDataError\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x0b\n\x03\x66ix\x18\x04 \x01(\t\x12\x15\n\rretry_after_s\x18\x05 \x01(\x02\"\x0e\n\x0cStatsRequest\"\xaf\x07\n\nStatsReply\x12\x10\n\x08variants\x18\x01 \x01(\x04\x12\x12\n\ndisk_bytes\x18\x02 \x01(\x04\x12\x1b\n\x13\x64isk_capacity_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\x12\x1d\n\x15memory_capacity_bytes\x18\x05 \x01(\x04\x12\x13\n\x0bhits_memory\x18\x06 \x01(\x04\x12\x11\n\thits_disk\x18\x07 \x01(\x04\x12\x0e\n\x06misses\x18\x08 \x01(\x04\x12\x45\n\x10misses_by_reason\x18\t \x03(\x0b\x32+.ragcache.v1.StatsReply.MissesByReasonEntry\x12\x0f\n\x07\x63orrupt\x18\n \x01(\x04\x12\x0c\n\x04puts\x18\x0b \x01(\x04\x12\x39\n\tevictions\x18\x0c \x03(\x0b\x32&.ragcache.v1.StatsReply.EvictionsEntry\x12I\n\x12\x62ytes_by_precision\x18\r \x03(\x0b\x32-.ragcache.v1.StatsReply.BytesByPrecisionEntry\x12I\n\x12\x62ytes_by_transport\x18\x0e \x03(\x0b\x32-.ragcache.v1.StatsReply.BytesByTransportEntry\x12\x0e\n\x06leases\x18\x0f \x01(\x04\x12\x12\n\ntombstones\x18\x10 \x01(\x04\x12\x17\n\x0fscore_histogram\x18\x11 \x03(\x04\x12\x11\n\tunwritten\x18\x12 \x01(\x04\x12\x15\n\rreported_uses\x18\x13 \x01(\x04\x12\x13\n\x0breset_at_ms\x18\x1e \x01(\x04\x12\x14\n\x0creset_reason\x18\x1f \x01(\t\x12\x13\n\x0b\x63onnections\x18  \x01(\x04\x12\x1b\n\x13\x63onnections_evicted\x18! \x01(\x04\x12\x1b\n\x13\x63onnections_refused\x18\" \x01(\x04\x1a\x35\n\x13MissesByReasonEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x30\n\x0e\x45victionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x37\n\x15\x42ytesByPrecisionEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x37\n\x15\x42ytesByTransportEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01* \n\x03\x41\x63k\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x00\x12\x0b\n\x07\x44URABLE\x10\x01*\xb0\x01\n\x04Miss\x12\x14\n\x10MISS_UNSPECIFIED\x10\x00\x12\x15\n\x11MISS_NEVER_STORED\x10\x01\x12\x10\n\x0cMISS_EVICTED\x10\x02\x12\x10\n\x0cMISS_DELETED\x10\x03\x12\x10\n\x0cMISS_CORRUPT\x10\x04\x12\x14\n\x10MISS_APPROXIMATE\x10\x05\x12\x18\n\x14MISS_OTHER_PRECISION\x10\x06\x12\x15\n\x11MISS_OTHER_DOMAIN\x10\x07\x32\xe2\x06\n\nCacheStore\x12;\n\x05Hello\x12\x19.ragcache.v1.HelloRequest\x1a\x17.ragcache.v1.HelloReply\x12>\n\x06Lookup\x12\x1a.ragcache.v1.LookupRequest\x1a\x18.ragcache.v1.LookupReply\x12\x34\n\x03Put\x12\x14.ragcache.v1.PutPart\x1a\x15.ragcache.v1.PutReply(\x01\x12\x36\n\x03Get\x12\x17.ragcache.v1.GetRequest\x1a\x14.ragcache.v1.GetPart0\x01\x12J\n\nFindMisses\x12\x1e.ragcache.v1.FindMissesRequest\x1a\x1c.ragcache.v1.FindMissesReply\x12\x41\n\nReportUses\x12\x16.ragcache.v1.UseReport\x1a\x1b.ragcache.v1.UseReportReply\x12\x44\n\x08Prefetch\x12\x1c.ragcache.v1.PrefetchRequest\x1a\x1a.ragcache.v1.PrefetchReply\x12>\n\x06\x44\x65lete\x12\x1a.ragcache.v1.DeleteRequest\x1a\x18.ragcache.v1.DeleteReply\x12\x45\n\x0b\x46indRemains\x12\x1b.ragcache.v1.RemainsRequest\x1a\x19.ragcache.v1.RemainsReply\x12J\n\nTombstones\x12\x1e.ragcache.v1.TombstonesRequest\x1a\x1a.ragcache.v1.DeletionBatch0\x01\x12\x44\n\x08\x44ropCopy\x12\x1c.ragcache.v1.DropCopyRequest\x1a\x1a.ragcache.v1.DropCopyReply\x12>\n\x05Watch\x12\x19.ragcache.v1.WatchRequest\x1a\x18.ragcache.v1.NodeChanges0\x01\x12;\n\x05Stats\x12\x19.ragcache.v1.StatsRequest\x1a\x17.ragcache.v1.StatsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "ragcache_wire.v1.cachestore_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ragcache_wire.v1.cachestore_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_STATSREPLY_MISSESBYREASONENTRY"]._loaded_options = None
-    _globals["_STATSREPLY_MISSESBYREASONENTRY"]._serialized_options = b"8\001"
-    _globals["_STATSREPLY_EVICTIONSENTRY"]._loaded_options = None
-    _globals["_STATSREPLY_EVICTIONSENTRY"]._serialized_options = b"8\001"
-    _globals["_STATSREPLY_BYTESBYPRECISIONENTRY"]._loaded_options = None
-    _globals["_STATSREPLY_BYTESBYPRECISIONENTRY"]._serialized_options = b"8\001"
-    _globals["_STATSREPLY_BYTESBYTRANSPORTENTRY"]._loaded_options = None
-    _globals["_STATSREPLY_BYTESBYTRANSPORTENTRY"]._serialized_options = b"8\001"
-    _globals["_ACK"]._serialized_start = 5184
-    _globals["_ACK"]._serialized_end = 5216
-    _globals["_MISS"]._serialized_start = 5219
-    _globals["_MISS"]._serialized_end = 5395
-    _globals["_VARIANTKEY"]._serialized_start = 84
-    _globals["_VARIANTKEY"]._serialized_end = 127
-    _globals["_VALUESHAPE"]._serialized_start = 129
-    _globals["_VALUESHAPE"]._serialized_end = 216
-    _globals["_VALUEPART"]._serialized_start = 218
-    _globals["_VALUEPART"]._serialized_end = 266
-    _globals["_VARIANTINFO"]._serialized_start = 268
-    _globals["_VARIANTINFO"]._serialized_end = 393
-    _globals["_INFLUENCE"]._serialized_start = 395
-    _globals["_INFLUENCE"]._serialized_end = 456
-    _globals["_ORIGIN"]._serialized_start = 459
-    _globals["_ORIGIN"]._serialized_end = 625
-    _globals["_ASOF"]._serialized_start = 627
-    _globals["_ASOF"]._serialized_end = 689
-    _globals["_PUTHEADER"]._serialized_start = 692
-    _globals["_PUTHEADER"]._serialized_end = 964
-    _globals["_PUTCOMPLETION"]._serialized_start = 966
-    _globals["_PUTCOMPLETION"]._serialized_end = 1029
-    _globals["_PUTPART"]._serialized_start = 1031
-    _globals["_PUTPART"]._serialized_end = 1156
-    _globals["_PUTREPLY"]._serialized_start = 1158
-    _globals["_PUTREPLY"]._serialized_end = 1272
-    _globals["_PUTREPLY_OUTCOME"]._serialized_start = 1218
-    _globals["_PUTREPLY_OUTCOME"]._serialized_end = 1272
-    _globals["_GETREQUEST"]._serialized_start = 1274
-    _globals["_GETREQUEST"]._serialized_end = 1400
-    _globals["_GETHEADER"]._serialized_start = 1403
-    _globals["_GETHEADER"]._serialized_end = 1608
-    _globals["_GETPART"]._serialized_start = 1610
-    _globals["_GETPART"]._serialized_end = 1685
-    _globals["_LOOKUPKEY"]._serialized_start = 1687
-    _globals["_LOOKUPKEY"]._serialized_end = 1745
-    _globals["_LOOKUPREQUEST"]._serialized_start = 1747
-    _globals["_LOOKUPREQUEST"]._serialized_end = 1831
-    _globals["_STOREDVARIANT"]._serialized_start = 1834
-    _globals["_STOREDVARIANT"]._serialized_end = 2071
-    _globals["_CHUNKVARIANTS"]._serialized_start = 2073
-    _globals["_CHUNKVARIANTS"]._serialized_end = 2165
-    _globals["_LOOKUPREPLY"]._serialized_start = 2167
-    _globals["_LOOKUPREPLY"]._serialized_end = 2251
-    _globals["_FINDMISSESREQUEST"]._serialized_start = 2253
-    _globals["_FINDMISSESREQUEST"]._serialized_end = 2311
-    _globals["_FINDMISSESREPLY"]._serialized_start = 2313
-    _globals["_FINDMISSESREPLY"]._serialized_end = 2365
-    _globals["_USEREPORT"]._serialized_start = 2368
-    _globals["_USEREPORT"]._serialized_end = 2520
-    _globals["_USEREPORT_USE"]._serialized_start = 2423
-    _globals["_USEREPORT_USE"]._serialized_end = 2520
-    _globals["_USEREPORTREPLY"]._serialized_start = 2522
-    _globals["_USEREPORTREPLY"]._serialized_end = 2555
-    _globals["_PREFETCHREQUEST"]._serialized_start = 2557
-    _globals["_PREFETCHREQUEST"]._serialized_end = 2613
-    _globals["_PREFETCHREPLY"]._serialized_start = 2615
-    _globals["_PREFETCHREPLY"]._serialized_end = 2647
-    _globals["_DELETION"]._serialized_start = 2650
-    _globals["_DELETION"]._serialized_end = 2786
-    _globals["_DELETEREQUEST"]._serialized_start = 2788
-    _globals["_DELETEREQUEST"]._serialized_end = 2844
-    _globals["_DELETEREPLY"]._serialized_start = 2846
-    _globals["_DELETEREPLY"]._serialized_end = 2876
-    _globals["_REMAINSREQUEST"]._serialized_start = 2878
-    _globals["_REMAINSREQUEST"]._serialized_end = 2935
-    _globals["_REMAINSREPLY"]._serialized_start = 2937
-    _globals["_REMAINSREPLY"]._serialized_end = 3004
-    _globals["_PULLPOSITION"]._serialized_start = 3006
-    _globals["_PULLPOSITION"]._serialized_end = 3053
-    _globals["_TOMBSTONESREQUEST"]._serialized_start = 3055
-    _globals["_TOMBSTONESREQUEST"]._serialized_end = 3117
-    _globals["_DELETIONBATCH"]._serialized_start = 3119
-    _globals["_DELETIONBATCH"]._serialized_end = 3229
-    _globals["_DROPCOPYREQUEST"]._serialized_start = 3231
-    _globals["_DROPCOPYREQUEST"]._serialized_end = 3286
-    _globals["_DROPCOPYREPLY"]._serialized_start = 3288
-    _globals["_DROPCOPYREPLY"]._serialized_end = 3320
-    _globals["_HELLOREQUEST"]._serialized_start = 3322
-    _globals["_HELLOREQUEST"]._serialized_end = 3336
-    _globals["_HELLOREPLY"]._serialized_start = 3338
-    _globals["_HELLOREPLY"]._serialized_end = 3444
-    _globals["_DATACHALLENGE"]._serialized_start = 3446
-    _globals["_DATACHALLENGE"]._serialized_end = 3480
-    _globals["_DATACREDENTIAL"]._serialized_start = 3482
-    _globals["_DATACREDENTIAL"]._serialized_end = 3513
-    _globals["_DATAEXTENT"]._serialized_start = 3515
-    _globals["_DATAEXTENT"]._serialized_end = 3576
-    _globals["_LEASEDVALUE"]._serialized_start = 3578
-    _globals["_LEASEDVALUE"]._serialized_end = 3688
-    _globals["_DATAGETREPLY"]._serialized_start = 3690
-    _globals["_DATAGETREPLY"]._serialized_end = 3746
-    _globals["_PUTGRANT"]._serialized_start = 3748
-    _globals["_PUTGRANT"]._serialized_end = 3865
-    _globals["_PUTPROGRESS"]._serialized_start = 3867
-    _globals["_PUTPROGRESS"]._serialized_end = 3899
-    _globals["_LEASERELEASE"]._serialized_start = 3901
-    _globals["_LEASERELEASE"]._serialized_end = 3965
-    _globals["_READREPORT"]._serialized_start = 3968
-    _globals["_READREPORT"]._serialized_end = 4125
-    _globals["_READREPORT_READ"]._serialized_start = 4027
-    _globals["_READREPORT_READ"]._serialized_end = 4125
-    _globals["_DATAERROR"]._serialized_start = 4127
-    _globals["_DATAERROR"]._serialized_end = 4220
-    _globals["_STATSREQUEST"]._serialized_start = 4222
-    _globals["_STATSREQUEST"]._serialized_end = 4236
-    _globals["_STATSREPLY"]._serialized_start = 4239
-    _globals["_STATSREPLY"]._serialized_end = 5182
-    _globals["_STATSREPLY_MISSESBYREASONENTRY"]._serialized_start = 4965
-    _globals["_STATSREPLY_MISSESBYREASONENTRY"]._serialized_end = 5018
-    _globals["_STATSREPLY_EVICTIONSENTRY"]._serialized_start = 5020
-    _globals["_STATSREPLY_EVICTIONSENTRY"]._serialized_end = 5068
-    _globals["_STATSREPLY_BYTESBYPRECISIONENTRY"]._serialized_start = 5070
-    _globals["_STATSREPLY_BYTESBYPRECISIONENTRY"]._serialized_end = 5125
-    _globals["_STATSREPLY_BYTESBYTRANSPORTENTRY"]._serialized_start = 5127
-    _globals["_STATSREPLY_BYTESBYTRANSPORTENTRY"]._serialized_end = 5182
-    _globals["_CACHESTORE"]._serialized_start = 5398
-    _globals["_CACHESTORE"]._serialized_end = 6264
+  DESCRIPTOR._loaded_options = None
+  _globals['_STATSREPLY_MISSESBYREASONENTRY']._loaded_options = None
+  _globals['_STATSREPLY_MISSESBYREASONENTRY']._serialized_options = b'8\001'
+  _globals['_STATSREPLY_EVICTIONSENTRY']._loaded_options = None
+  _globals['_STATSREPLY_EVICTIONSENTRY']._serialized_options = b'8\001'
+  _globals['_STATSREPLY_BYTESBYPRECISIONENTRY']._loaded_options = None
+  _globals['_STATSREPLY_BYTESBYPRECISIONENTRY']._serialized_options = b'8\001'
+  _globals['_STATSREPLY_BYTESBYTRANSPORTENTRY']._loaded_options = None
+  _globals['_STATSREPLY_BYTESBYTRANSPORTENTRY']._serialized_options = b'8\001'
+  _globals['_ACK']._serialized_start=5184
+  _globals['_ACK']._serialized_end=5216
+  _globals['_MISS']._serialized_start=5219
+  _globals['_MISS']._serialized_end=5395
+  _globals['_VARIANTKEY']._serialized_start=84
+  _globals['_VARIANTKEY']._serialized_end=127
+  _globals['_VALUESHAPE']._serialized_start=129
+  _globals['_VALUESHAPE']._serialized_end=216
+  _globals['_VALUEPART']._serialized_start=218
+  _globals['_VALUEPART']._serialized_end=266
+  _globals['_VARIANTINFO']._serialized_start=268
+  _globals['_VARIANTINFO']._serialized_end=393
+  _globals['_INFLUENCE']._serialized_start=395
+  _globals['_INFLUENCE']._serialized_end=456
+  _globals['_ORIGIN']._serialized_start=459
+  _globals['_ORIGIN']._serialized_end=625
+  _globals['_ASOF']._serialized_start=627
+  _globals['_ASOF']._serialized_end=689
+  _globals['_PUTHEADER']._serialized_start=692
+  _globals['_PUTHEADER']._serialized_end=964
+  _globals['_PUTCOMPLETION']._serialized_start=966
+  _globals['_PUTCOMPLETION']._serialized_end=1029
+  _globals['_PUTPART']._serialized_start=1031
+  _globals['_PUTPART']._serialized_end=1156
+  _globals['_PUTREPLY']._serialized_start=1158
+  _globals['_PUTREPLY']._serialized_end=1272
+  _globals['_PUTREPLY_OUTCOME']._serialized_start=1218
+  _globals['_PUTREPLY_OUTCOME']._serialized_end=1272
+  _globals['_GETREQUEST']._serialized_start=1274
+  _globals['_GETREQUEST']._serialized_end=1400
+  _globals['_GETHEADER']._serialized_start=1403
+  _globals['_GETHEADER']._serialized_end=1608
+  _globals['_GETPART']._serialized_start=1610
+  _globals['_GETPART']._serialized_end=1685
+  _globals['_LOOKUPKEY']._serialized_start=1687
+  _globals['_LOOKUPKEY']._serialized_end=1745
+  _globals['_LOOKUPREQUEST']._serialized_start=1747
+  _globals['_LOOKUPREQUEST']._serialized_end=1831
+  _globals['_STOREDVARIANT']._serialized_start=1834
+  _globals['_STOREDVARIANT']._serialized_end=2071
+  _globals['_CHUNKVARIANTS']._serialized_start=2073
+  _globals['_CHUNKVARIANTS']._serialized_end=2165
+  _globals['_LOOKUPREPLY']._serialized_start=2167
+  _globals['_LOOKUPREPLY']._serialized_end=2251
+  _globals['_FINDMISSESREQUEST']._serialized_start=2253
+  _globals['_FINDMISSESREQUEST']._serialized_end=2311
+  _globals['_FINDMISSESREPLY']._serialized_start=2313
+  _globals['_FINDMISSESREPLY']._serialized_end=2365
+  _globals['_USEREPORT']._serialized_start=2368
+  _globals['_USEREPORT']._serialized_end=2520
+  _globals['_USEREPORT_USE']._serialized_start=2423
+  _globals['_USEREPORT_USE']._serialized_end=2520
+  _globals['_USEREPORTREPLY']._serialized_start=2522
+  _globals['_USEREPORTREPLY']._serialized_end=2555
+  _globals['_PREFETCHREQUEST']._serialized_start=2557
+  _globals['_PREFETCHREQUEST']._serialized_end=2613
+  _globals['_PREFETCHREPLY']._serialized_start=2615
+  _globals['_PREFETCHREPLY']._serialized_end=2647
+  _globals['_DELETION']._serialized_start=2650
+  _globals['_DELETION']._serialized_end=2786
+  _globals['_DELETEREQUEST']._serialized_start=2788
+  _globals['_DELETEREQUEST']._serialized_end=2844
+  _globals['_DELETEREPLY']._serialized_start=2846
+  _globals['_DELETEREPLY']._serialized_end=2876
+  _globals['_REMAINSREQUEST']._serialized_start=2878
+  _globals['_REMAINSREQUEST']._serialized_end=2935
+  _globals['_REMAINSREPLY']._serialized_start=2937
+  _globals['_REMAINSREPLY']._serialized_end=3004
+  _globals['_PULLPOSITION']._serialized_start=3006
+  _globals['_PULLPOSITION']._serialized_end=3053
+  _globals['_TOMBSTONESREQUEST']._serialized_start=3055
+  _globals['_TOMBSTONESREQUEST']._serialized_end=3117
+  _globals['_DELETIONBATCH']._serialized_start=3119
+  _globals['_DELETIONBATCH']._serialized_end=3229
+  _globals['_DROPCOPYREQUEST']._serialized_start=3231
+  _globals['_DROPCOPYREQUEST']._serialized_end=3286
+  _globals['_DROPCOPYREPLY']._serialized_start=3288
+  _globals['_DROPCOPYREPLY']._serialized_end=3320
+  _globals['_HELLOREQUEST']._serialized_start=3322
+  _globals['_HELLOREQUEST']._serialized_end=3336
+  _globals['_HELLOREPLY']._serialized_start=3338
+  _globals['_HELLOREPLY']._serialized_end=3444
+  _globals['_DATACHALLENGE']._serialized_start=3446
+  _globals['_DATACHALLENGE']._serialized_end=3480
+  _globals['_DATACREDENTIAL']._serialized_start=3482
+  _globals['_DATACREDENTIAL']._serialized_end=3513
+  _globals['_DATAEXTENT']._serialized_start=3515
+  _globals['_DATAEXTENT']._serialized_end=3576
+  _globals['_LEASEDVALUE']._serialized_start=3578
+  _globals['_LEASEDVALUE']._serialized_end=3688
+  _globals['_DATAGETREPLY']._serialized_start=3690
+  _globals['_DATAGETREPLY']._serialized_end=3746
+  _globals['_PUTGRANT']._serialized_start=3748
+  _globals['_PUTGRANT']._serialized_end=3865
+  _globals['_PUTPROGRESS']._serialized_start=3867
+  _globals['_PUTPROGRESS']._serialized_end=3899
+  _globals['_LEASERELEASE']._serialized_start=3901
+  _globals['_LEASERELEASE']._serialized_end=3965
+  _globals['_READREPORT']._serialized_start=3968
+  _globals['_READREPORT']._serialized_end=4125
+  _globals['_READREPORT_READ']._serialized_start=4027
+  _globals['_READREPORT_READ']._serialized_end=4125
+  _globals['_DATAERROR']._serialized_start=4127
+  _globals['_DATAERROR']._serialized_end=4220
+  _globals['_STATSREQUEST']._serialized_start=4222
+  _globals['_STATSREQUEST']._serialized_end=4236
+  _globals['_STATSREPLY']._serialized_start=4239
+  _globals['_STATSREPLY']._serialized_end=5182
+  _globals['_STATSREPLY_MISSESBYREASONENTRY']._serialized_start=4965
+  _globals['_STATSREPLY_MISSESBYREASONENTRY']._serialized_end=5018
+  _globals['_STATSREPLY_EVICTIONSENTRY']._serialized_start=5020
+  _globals['_STATSREPLY_EVICTIONSENTRY']._serialized_end=5068
+  _globals['_STATSREPLY_BYTESBYPRECISIONENTRY']._serialized_start=5070
+  _globals['_STATSREPLY_BYTESBYPRECISIONENTRY']._serialized_end=5125
+  _globals['_STATSREPLY_BYTESBYTRANSPORTENTRY']._serialized_start=5127
+  _globals['_STATSREPLY_BYTESBYTRANSPORTENTRY']._serialized_end=5182
+  _globals['_CACHESTORE']._serialized_start=5398
+  _globals['_CACHESTORE']._serialized_end=6264
 # @@protoc_insertion_point(module_scope)
