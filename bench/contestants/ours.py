@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from bench.contestants.contestant import START_S, Contestant, Server, free_port
 from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, Tier, VariantInfo
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
@@ -37,6 +38,7 @@ class RagCache(Contestant):
     ack = Ack.ACCEPTED
     memory_bytes = 192 << 20
     disk_bytes = 256 << 20
+    store_key: StoreKey | None = None
 
     def __init__(self, folder: Path, peers: Mapping[str, str] | None = None) -> None:
         port, data_port = free_port(), free_port()
@@ -57,7 +59,9 @@ class RagCache(Contestant):
         self._server = Server(argv, port, environment)
         with patch.dict(os.environ, peers or {}):
             credentials = PartSettings().credentials
-        self._client = StoreClient(f"127.0.0.1:{port}", (self.transport,), credentials)
+        self._client = StoreClient(
+            f"127.0.0.1:{port}", (self.transport,), credentials, self.store_key
+        )
         self._client.stats(START_S)
         self._puts: Counter[int] = Counter()
         self._keys: dict[int, VariantKey] = {}
@@ -95,6 +99,18 @@ class RagCache(Contestant):
 
 class RagCacheSocket(RagCache):
     """Over a TCP socket, as between machines."""
+
+    transport = "socket"
+
+
+class RagCacheTagged(RagCache):
+    """Values have tags, which the client makes and checks."""
+
+    store_key = StoreKey.of_secret(bytes(32))
+
+
+class RagCacheTaggedSocket(RagCacheTagged):
+    """The same over a TCP socket."""
 
     transport = "socket"
 

@@ -1,4 +1,4 @@
-"""The keys of a local platform: of plans, of this user's commands, and the user's API keys."""
+"""The keys of a local platform: of plans, stored values and commands, and the user's API keys."""
 
 from __future__ import annotations
 
@@ -51,14 +51,24 @@ def certificate_files(folder: Path, name: str) -> Iterator[None]:
 def private_file(path: Path, content: str) -> Iterator[None]:
     """Write a file that this user alone can read, and delete it at the end."""
     path.unlink(missing_ok=True)
-    # The file never has wider permissions, and a link is not followed.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(content)
+    _create(path, content)
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def ensure_store_key(path: Path) -> None:
+    """Make a file with a new random key, readable by this user alone, unless it exists."""
+    if not path.exists():
+        _create(path, f"{secrets.token_hex(KEY_BYTES)}\n")
+
+
+def _create(path: Path, content: str) -> None:
+    # The file never has wider permissions, and a link is not followed.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(content)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from ragcache_cli.local.component import LocalComponent, Prober, components_from
 from ragcache_cli.local.key_files import (
     certificate_files,
     ensure_key_file,
+    ensure_store_key,
     plan_key_file,
     platform_key,
     read_api_key,
@@ -221,6 +222,7 @@ class LocalPlatform:
         if self._cache.spec.tls.enabled:
             folder, name = Path(placement.tls_dir()), platform_name(self._cache)
             self._held.enter_context(certificate_files(folder, name))
+        ensure_store_key(Path(placement.store_key_file()))
         children = build_children(self._cache, placement)
         for component in components_from(children, self._cache.metadata.name):
             self._supervisors.append(self._make_supervisor(component))

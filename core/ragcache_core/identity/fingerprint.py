@@ -178,7 +178,9 @@ def model_fingerprint(
     return hasher.hexdigest()
 
 
-def kv_space(fingerprint: str, config: Mapping[str, Any], dtype: str) -> KVSpace:
+def kv_space(
+    fingerprint: str, config: Mapping[str, Any], dtype: str, name_key: bytes = b""
+) -> KVSpace:
     """Return the KV space of a decoder with ordinary (grouped-query) attention.
 
     Args:
@@ -186,6 +188,7 @@ def kv_space(fingerprint: str, config: Mapping[str, Any], dtype: str) -> KVSpace
         config: Content of config.json.
         dtype: As the engine stores KV. ``auto`` resolves as in vLLM: the dtype of the checkpoint,
             but bfloat16 for float32 or a checkpoint that names none.
+        name_key: Of the platform's store key. Empty: it has none.
 
     Raises:
         InvalidInput: The config lacks a size.
@@ -202,4 +205,4 @@ def kv_space(fingerprint: str, config: Mapping[str, Any], dtype: str) -> KVSpace
     if dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         dtype = "bfloat16" if dtype == "float32" else dtype
-    return KVSpace(fingerprint, layers, kv_heads, head_dim, dtype)
+    return KVSpace(fingerprint, layers, kv_heads, head_dim, dtype, name_key)

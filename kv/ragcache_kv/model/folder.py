@@ -11,6 +11,7 @@ from typing import Any, Final
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.fingerprint import kv_space, model_fingerprint
 from ragcache_core.identity.keys import KVSpace
+from ragcache_core.identity.store_key import StoreKey
 from ragcache_kv.model.weights import digest_weights
 
 _OTHER_FILES: Final = ("tokenizer.json", "params.json", "hf_quant_config.json")
@@ -26,9 +27,10 @@ class ModelFolder:
     config: dict[str, Any]
     fingerprint: str
 
-    def space(self, dtype: str) -> KVSpace:
+    def space(self, dtype: str, store_key: StoreKey | None = None) -> KVSpace:
         """Return the KV space with KV of dtype (``auto``: that of the checkpoint)."""
-        return kv_space(self.fingerprint, self.config, dtype)
+        name_key = b"" if store_key is None else store_key.names
+        return kv_space(self.fingerprint, self.config, dtype, name_key)
 
 
 def load_model_folder(

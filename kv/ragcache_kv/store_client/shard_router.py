@@ -12,6 +12,7 @@ from typing import TypeVar
 from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.store_api import AsOf, ChunkVariants, StoredVariant
 from ragcache_kv.store_client.shard import Shard
 from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
@@ -74,9 +75,15 @@ class ShardRouter:
     A removed member's channel is closed after its last call.
     """
 
-    def __init__(self, members: Members, credentials: Credentials = NO_CREDENTIALS) -> None:
+    def __init__(
+        self,
+        members: Members,
+        credentials: Credentials = NO_CREDENTIALS,
+        store_key: StoreKey | None = None,
+    ) -> None:
         self._members = members
         self._credentials = credentials
+        self._store_key = store_key
         self._lock = threading.Lock()
         self._addresses: tuple[str, ...] = ()
         self._rendezvous = RendezvousHash(())
@@ -216,7 +223,8 @@ class ShardRouter:
         self._rendezvous = RendezvousHash(addresses)
         before = self._shards
         self._shards = {
-            name: before.get(name) or Shard(name, self._credentials) for name in addresses
+            name: before.get(name) or Shard(name, self._credentials, self._store_key)
+            for name in addresses
         }
         # The owners have changed, and copies with them.
         self._hints.clear()

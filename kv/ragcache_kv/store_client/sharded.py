@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import (
     Ack,
@@ -62,10 +63,17 @@ class ShardedStore:
     Args:
         members: The shards.
         credentials: With what the client proves that it belongs to the platform.
+        store_key: Makes and checks the tags of values. None: they are put without one, and read
+            with any.
     """
 
-    def __init__(self, members: Members, credentials: Credentials = NO_CREDENTIALS) -> None:
-        self._router = ShardRouter(members, credentials)
+    def __init__(
+        self,
+        members: Members,
+        credentials: Credentials = NO_CREDENTIALS,
+        store_key: StoreKey | None = None,
+    ) -> None:
+        self._router = ShardRouter(members, credentials, store_key)
         # Its threads start when a call goes to several shards.
         self._pool = ThreadPoolExecutor(MAX_CONCURRENT_CALLS, "shards")
 

@@ -314,7 +314,7 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
     ) -> bool:
         """Copy a value from its extents. Return whether it was still there."""
         began = time.monotonic()
-        if not self._reader_pair.read(target, 0, extents.parts, extents.copy):
+        if not self._reader_pair.read(target, 0, extents.header.parts, extents.copy):
             return False
         try:
             self._liveness.require(request.deadline)

@@ -11,7 +11,7 @@ from ragcache_core.cost.engine_memory import EngineMemory
 from ragcache_operator.builders import autoscaling
 from ragcache_operator.builders.autoscaling import ReplicaRange
 from ragcache_operator.builders.environment import EnvValue, FromResource, settings_environment
-from ragcache_operator.builders.keys import signing_mount
+from ragcache_operator.builders.keys import signing_mount, store_key_mount
 from ragcache_operator.builders.metadata import ENGINE_LABEL, Object
 from ragcache_operator.builders.model import model_environment, model_mounts, weights_bytes
 from ragcache_operator.builders.part_tls import tls_dir, tls_mounts
@@ -96,6 +96,7 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
             MEMBERS.mount(cache),
             signing_mount(cache, placement),
             *tls_mounts(cache, placement),
+            store_key_mount(cache, placement),
             *model_mounts(cache.spec.model_of(engine)),
         ),
         drain=("python", "-m", "ragcache_engine.drain", "--deadline-s", str(_DRAIN_S)),
@@ -184,6 +185,7 @@ def _environment(
             cachestore=placement.cache_store_members(),
             signing_key_file=placement.signing_key_file(),
             tls_dir=tls_dir(cache, placement),
+            store_key_file=placement.store_key_file(),
             records_listen=str(placement.bind_address(records(engine))),
             metrics_listen=str(placement.bind_address(metrics(engine))),
             memory_request_bytes=FromResource("requests.memory"),

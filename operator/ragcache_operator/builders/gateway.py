@@ -13,6 +13,7 @@ from ragcache_operator.builders.keys import (
     api_key_mounts,
     engine_key_mounts,
     signing_mount,
+    store_key_mount,
     uses_keys,
 )
 from ragcache_operator.builders.metadata import Object
@@ -100,6 +101,7 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
             LIMITS.mount(cache),
             signing_mount(cache, placement),
             *tls_mounts(cache, placement),
+            store_key_mount(cache, placement),
             *api_key_mounts(cache, placement),
             *engine_key_mounts(cache),
             *_audit_mounts(cache),
@@ -173,6 +175,7 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
             cachestore=placement.cache_store_members(),
             signing_key_file=placement.signing_key_file(),
             tls_dir=tls_dir(cache, placement),
+            store_key_file=placement.store_key_file(),
             model=placement.model(model.parsed_source),
             model_name=model.served_name,
             other_models=models_text(other_models) if other_models else None,

@@ -1,4 +1,4 @@
-"""Keys of a RagCache: API keys, the operator's own keys, and the key that signs plans.
+"""Keys of a RagCache: API keys, the operator's own keys, and those of plans and stored values.
 
 The operator creates Secrets and reads none. Users change the keys in their Secrets, and pods read
 the mounted files again.
@@ -30,6 +30,8 @@ from ragcache_operator.builders.placement import (
     ENGINE_KEYS_FOLDER,
     SIGNING_KEY_FILE,
     SIGNING_KEY_FOLDER,
+    STORE_KEY_FILE,
+    STORE_KEY_FOLDER,
     PlatformPlacement,
 )
 from ragcache_operator.builders.pod import Mount
@@ -42,6 +44,7 @@ ADMIN_KEY: Final = "admin-key"
 _API_KEYS: Final = "api-keys"
 _ENGINE_KEYS: Final = "engine-keys"
 _SIGNING_KEY: Final = "signing-key"
+_STORE_KEY: Final = "store-key"
 _UID_CHARS: Final = 8
 READABLE_BY_GROUP: Final = 0o440
 """The kubelet gives the file to the pod's group."""
@@ -183,6 +186,26 @@ def signing_mount(cache: RagCache, placement: PlatformPlacement) -> Mount:
         "defaultMode": READABLE_BY_GROUP,
     }
     return Mount(_SIGNING_KEY, SIGNING_KEY_FOLDER, {"secret": volume}, read_only=True)
+
+
+def store_key_secret_name(cache: RagCache, placement: PlatformPlacement) -> str:
+    """Return the name of the Secret with the key that names stored values."""
+    return unique_name(cache, placement, _STORE_KEY)
+
+
+def store_key_secret(cache: RagCache, placement: PlatformPlacement, key: bytes) -> Object:
+    """Return the Secret with the store key. Kubernetes deletes it together with the RagCache."""
+    name = store_key_secret_name(cache, placement)
+    return _secret(cache, placement, name, {STORE_KEY_FILE: f"{key.hex()}\n"})
+
+
+def store_key_mount(cache: RagCache, placement: PlatformPlacement) -> Mount:
+    """Return the mount of the store key, for gateways and engines. Shards do not get it."""
+    volume = {
+        "secretName": store_key_secret_name(cache, placement),
+        "defaultMode": READABLE_BY_GROUP,
+    }
+    return Mount(_STORE_KEY, STORE_KEY_FOLDER, {"secret": volume}, read_only=True)
 
 
 def unique_name(cache: RagCache, placement: PlatformPlacement, suffix: str) -> str:

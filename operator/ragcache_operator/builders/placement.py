@@ -31,6 +31,8 @@ MEMBERS_FILE: Final = "cachestore.json"
 SIGNING_KEY_FOLDER: Final = "/etc/ragcache/signing-key"
 SIGNING_KEY_FILE: Final = "keys"
 TLS_FOLDER: Final = "/etc/ragcache/tls"
+STORE_KEY_FOLDER: Final = "/etc/ragcache/store-key"
+STORE_KEY_FILE: Final = "store.key"
 API_KEYS_FOLDER: Final = "/etc/ragcache/api-keys"
 API_KEYS_FILE: Final = "keys.toml"
 AUDIT_FOLDER: Final = "/var/log/ragcache"
@@ -153,6 +155,10 @@ class PlatformPlacement(Protocol):
     @property
     def certificate(self) -> IssuedCertificate | None:
         """The certificate of the parts. None without an operator, and outside a cluster."""
+        ...
+
+    def store_key_file(self) -> str:
+        """Return the path of the file with the key that names stored values."""
         ...
 
     def api_keys_file(self) -> str:
@@ -296,6 +302,10 @@ class ClusterPlacement:
     def tls_dir(self) -> str:
         """Return a mounted folder, so that pods follow a new certificate without a restart."""
         return TLS_FOLDER
+
+    def store_key_file(self) -> str:
+        """Return a mounted file, which pods read at their start."""
+        return f"{STORE_KEY_FOLDER}/{STORE_KEY_FILE}"
 
     def api_keys_file(self) -> str:
         """Return a mounted file, so that pods follow changes of keys without a restart."""

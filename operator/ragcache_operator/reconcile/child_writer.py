@@ -16,6 +16,8 @@ from ragcache_operator.builders.keys import (
     api_key_secret_name,
     signing_secret,
     signing_secret_name,
+    store_key_secret,
+    store_key_secret_name,
 )
 from ragcache_operator.builders.part_tls import key_secret
 from ragcache_operator.builders.placement import ClusterPlacement
@@ -85,7 +87,8 @@ class ChildWriter:
         """
         cache = placement.cache
         new: dict[str, Callable[[bytes], Object]] = {
-            signing_secret_name(cache, placement): partial(signing_secret, cache, placement)
+            signing_secret_name(cache, placement): partial(signing_secret, cache, placement),
+            store_key_secret_name(cache, placement): partial(store_key_secret, cache, placement),
         }
         if (name := api_key_secret_name(cache, placement)) is not None:
             new[name] = partial(api_key_secret, cache, placement, name)

@@ -13,6 +13,7 @@ from ragcache_wire.settings.field_types import (
     Seconds,
     ShardMembers,
     SigningKeyFile,
+    StoreKeyFile,
     TokenCount,
 )
 from ragcache_wire.settings.part import PartSettings
@@ -42,6 +43,11 @@ class EngineSettings(PartSettings):
     """Keys of the platform: the engine acts only on plans that one of them signed, and every caller
     shows a token under one of them. The file is read again when it changes. Without it, the engine
     acts on any plan, and has callers on loopback only."""
+    store_key_file: StoreKeyFile | None = setting(
+        None, internal="The operator mounts the Secret with the key."
+    )
+    """Key that names stored values and proves who has computed them. It is read once. Without it,
+    anyone can tell the name of a known text's KV, and the engine uses any value of the store."""
     otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")
     """Base URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics. Without it,
     none are sent."""

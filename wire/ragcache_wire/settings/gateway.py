@@ -34,6 +34,7 @@ from ragcache_wire.settings.field_types import (
     ShardMembers,
     Share,
     SigningKeyFile,
+    StoreKeyFile,
     WholeSeconds,
     whole_number,
 )
@@ -233,6 +234,11 @@ class GatewaySettings(PartSettings):
     """Keys that the gateway signs reuse plans with, and the tokens with which it calls the other
     parts. The first one signs. The file is read again when it changes. Without it, nothing is
     signed."""
+    store_key_file: StoreKeyFile | None = setting(
+        None, internal="The operator mounts the Secret with the key."
+    )
+    """Key that names stored values, as the engines have it. It is read once. Without it, anyone can
+    tell the name of a known text's KV."""
     api_keys_file: AbsolutePath | None = setting(
         None, internal="The operator mounts the Secret with the keys."
     )

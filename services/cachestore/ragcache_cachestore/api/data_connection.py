@@ -119,14 +119,7 @@ class HeaderCache:
         if known is not None and known[0] is lease.variant.parts and known[1] is lease.tier:
             return known[2]
         # The index is 0, because the position among the answers names the request's key.
-        header = to_value_header(
-            0,
-            lease.variant.info,
-            lease.variant.parts,
-            lease.variant.shape,
-            lease.variant.value_format,
-            lease.tier,
-        )
+        header = to_value_header(0, lease.header)
         encoded = pb.LeasedValue(header=header).SerializeToString()
         if len(self._encoded) >= MAX_HEADERS:
             self._encoded.clear()

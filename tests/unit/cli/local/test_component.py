@@ -15,6 +15,7 @@ import pytest
 from ragcache_cli.local.component import LocalComponent, components_from
 from ragcache_cli.local.key_files import (
     ensure_key_file,
+    ensure_store_key,
     plan_key_file,
     platform_key,
     read_api_key,
@@ -99,6 +100,9 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, LocalComponent], tmp_p
     for part in (gateway, engine, store, parts["retriever"]):
         assert part.env["RAGCACHE_SIGNING_KEY_FILE"] == keys
         assert part.env["RAGCACHE_TLS_DIR"] == str(tmp_path / "data" / "run" / "tls")
+    for part in (gateway, engine):
+        assert part.env["RAGCACHE_STORE_KEY_FILE"] == str(tmp_path / "data" / "store.key")
+    assert "RAGCACHE_STORE_KEY_FILE" not in store.env
     assert "ragcache_engine.peer_middleware.PeerMiddleware" in engine.command
 
 
@@ -115,6 +119,16 @@ def test_a_key_is_new_each_time_and_nobody_elses(tmp_path: Path) -> None:
         assert not path.exists()
     assert len(set(found)) == 2
     assert theirs.read_text() == ""
+
+
+def test_the_store_key_stays_as_the_values_do(tmp_path: Path) -> None:
+    path = tmp_path / "store.key"
+    ensure_store_key(path)
+    first = path.read_bytes()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(parse_keys("key", first)) == 1
+    ensure_store_key(path)
+    assert path.read_bytes() == first
 
 
 def test_an_engine_publishes_no_events_of_its_cache(parts: dict[str, LocalComponent]) -> None:

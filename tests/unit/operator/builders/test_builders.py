@@ -23,7 +23,7 @@ from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.autoscaling import REPLICA_RANGE, with_replicas
 from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities, unsupported_features
-from ragcache_operator.builders.keys import signing_secret
+from ragcache_operator.builders.keys import signing_secret, store_key_secret
 from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.spec.manifest import load_manifest
 from ragcache_operator.spec.quantity import parse_quantity
@@ -84,7 +84,8 @@ def without_mounts(env: dict[str, str]) -> dict[str, str]:
 
     The service reads both at its start.
     """
-    found = {name: value for name, value in env.items() if name != "RAGCACHE_SIGNING_KEY_FILE"}
+    files = {"RAGCACHE_SIGNING_KEY_FILE", "RAGCACHE_STORE_KEY_FILE"}
+    found = {name: value for name, value in env.items() if name not in files}
     return found | {"RAGCACHE_TLS_DIR": str(certificates())} if "RAGCACHE_TLS_DIR" in env else found
 
 
@@ -383,6 +384,21 @@ def test_a_generated_key_is_one_that_services_read() -> None:
     made = signing_secret(cache, ClusterPlacement(cache, tag="1", owner=UID), bytes(range(32)))
     [content] = made["stringData"].values()
     assert parse_keys("keys", content.encode()) == (bytes(range(32)),)
+
+
+@pytest.mark.parametrize("component", ["gateway", "engine", "retriever", "cachestore"])
+def test_gateways_and_engines_alone_get_the_store_key(component: str) -> None:
+    cache = make_cache()
+    placement = ClusterPlacement(cache, tag="1", owner=UID)
+    secret = store_key_secret(cache, placement, bytes(range(32)))["metadata"]["name"]
+    [pod] = [
+        one["spec"]["template"]["spec"]
+        for one in build_children(cache, placement)
+        if one["kind"] in {"Deployment", "StatefulSet"}
+        and one["metadata"]["labels"]["app.kubernetes.io/component"] == component
+    ]
+    mounted = [one["secret"]["secretName"] for one in pod["volumes"] if "secret" in one]
+    assert (secret in mounted) == (component in {"gateway", "engine"})
 
 
 @given(specs)

@@ -13,7 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities
-from ragcache_operator.builders.keys import api_key_secret_name, signing_secret_name
+from ragcache_operator.builders.keys import (
+    api_key_secret_name,
+    signing_secret_name,
+    store_key_secret_name,
+)
 from ragcache_operator.builders.metadata import (
     SPEC_HASH,
     component_of,
@@ -286,6 +290,7 @@ def test_every_referenced_object_exists_or_belongs_to_the_user(spec: Object) -> 
                 site = ClusterPlacement(cache, tag="1", owner=UID)
                 assert volume["secret"]["secretName"] in {
                     signing_secret_name(cache, site),
+                    store_key_secret_name(cache, site),
                     api_key_secret_name(cache, site),
                 }
             if "persistentVolumeClaim" in volume:

@@ -9,6 +9,7 @@ import pytest
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.eviction.admission import ADMISSION_NAMES
+from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.identity.variant import Codec, Precision
 from ragcache_core.tiering.tier_placement import TIER_POLICIES
 from ragcache_wire.settings import (
@@ -83,6 +84,7 @@ WRONG: dict[type[ServiceSettings], dict[str, list[str]]] = {
     GatewaySettings: {
         "listen": ["8080", "host:99999"],
         "signing_key_file": ["keys", "/does/not/exist"],
+        "store_key_file": ["store.key", "/does/not/exist"],
         "retriever": ["retriever:port"],
         "engines": [
             "http://engine:8000;records=",
@@ -378,6 +380,18 @@ def test_a_file_of_signing_keys_is_read(tmp_path: Path) -> None:
     keys = read(GatewaySettings, RAGCACHE_SIGNING_KEY_FILE=str(path)).signing_key_file
     assert keys is not None
     assert keys.current() == (bytes.fromhex("ab" * 32),)
+
+
+def test_a_store_key_is_one_key(tmp_path: Path) -> None:
+    assert read(GatewaySettings).store_key_file is None
+    path = tmp_path / "store.key"
+    path.write_text("ab" * 32 + "\n")
+    expected = StoreKey.of_secret(bytes.fromhex("ab" * 32))
+    assert read(GatewaySettings, RAGCACHE_STORE_KEY_FILE=str(path)).store_key_file == expected
+    assert read(EngineSettings, RAGCACHE_STORE_KEY_FILE=str(path)).store_key_file == expected
+    path.write_text("ab" * 32 + "\n" + "cd" * 32 + "\n")
+    with pytest.raises(InvalidInput, match="RAGCACHE_STORE_KEY_FILE: holds 2 keys"):
+        read(GatewaySettings, RAGCACHE_STORE_KEY_FILE=str(path))
 
 
 def test_an_error_says_what_to_set() -> None:
