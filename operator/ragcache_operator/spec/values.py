@@ -197,6 +197,15 @@ EngineUrl = Annotated[
         "write it like http://vllm.models.svc:8000 or https://llm.example.com, without a path",
     ),
 ]
+ExtendedResource = Annotated[
+    str,
+    Field(max_length=128),
+    StringPattern(
+        rf"{SUBDOMAIN}/{_LABEL_TEXT}",
+        "extended resource",
+        "write it like nvidia.com/gpu or nvidia.com/mig-3g.40gb",
+    ),
+]
 ServedName = Annotated[
     str,
     Field(max_length=200),
