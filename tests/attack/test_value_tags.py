@@ -26,6 +26,7 @@ from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.client import TRANSPORTS, StoreClient
 from ragcache_kv.values.outgoing_value import OutgoingValue, ReadyValue
 from ragcache_kv.values.stored_value import StoredValue
+from ragcache_wire.peers.credentials import Credentials
 from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.store import checksum, key, value, variant
 
@@ -74,8 +75,10 @@ def test_a_part_without_the_store_key_forges_no_value(
     new = variant(key(1), RAW)
     with (
         running(tmp_path) as store,
-        contextlib.closing(StoreClient(store.address, (transport,), keys, STORE_KEY)) as engine,
-        contextlib.closing(StoreClient(store.address, (transport,), keys)) as attacker,
+        contextlib.closing(
+            StoreClient(store.address, (transport,), Credentials(keys), STORE_KEY)
+        ) as engine,
+        contextlib.closing(StoreClient(store.address, (transport,), Credentials(keys))) as attacker,
     ):
         assert put(engine, new, with_tag(RAW)) is PutOutcome.STORED
         seen = read(engine, new.key)
@@ -99,7 +102,9 @@ def test_a_writer_of_the_volume_forges_no_value(tmp_path: Path, keys: SigningKey
     values = {key(n): value(60_000, n) for n in range(4)}
     with (
         running(tmp_path) as store,
-        contextlib.closing(StoreClient(store.address, keys=keys, store_key=STORE_KEY)) as engine,
+        contextlib.closing(
+            StoreClient(store.address, credentials=Credentials(keys), store_key=STORE_KEY)
+        ) as engine,
     ):
         for name, raw in values.items():
             assert put(engine, variant(name, raw), with_tag(raw)) is PutOutcome.STORED
@@ -107,8 +112,10 @@ def test_a_writer_of_the_volume_forges_no_value(tmp_path: Path, keys: SigningKey
     exchange(tmp_path / "store" / "data", key(1), key(2))
     with (
         running(tmp_path) as store,
-        contextlib.closing(StoreClient(store.address, keys=keys)) as naive,
-        contextlib.closing(StoreClient(store.address, keys=keys, store_key=STORE_KEY)) as engine,
+        contextlib.closing(StoreClient(store.address, credentials=Credentials(keys))) as naive,
+        contextlib.closing(
+            StoreClient(store.address, credentials=Credentials(keys), store_key=STORE_KEY)
+        ) as engine,
     ):
         found = read(naive, key(0))
         assert isinstance(found, StoredValue), "its checksum holds"

@@ -20,6 +20,7 @@ from ragcache_operator.builders.pod import DerivedResources, Mount, Probes, reso
 from ragcache_operator.builders.services import HEADLESS, service
 from ragcache_operator.builders.watched_files import MEMBERS
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
+from ragcache_operator.spec.quantity import canonical
 from ragcache_operator.spec.ragcache import EngineSpec, RagCache
 from ragcache_wire.peers.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE
 from ragcache_wire.settings import EngineSettings
@@ -38,10 +39,9 @@ _DRAIN_S = 120
 """Time for answers in flight after the last new request."""
 _END_S = 30
 """Time for vLLM's processes to end after a signal."""
-_SHARED_MEMORY: Final = Mount(
-    "shm", "/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
-)
+_SHARED_MEMORY: Final = "1Gi"
 """vLLM's processes communicate through it. A container has 64 MiB by default."""
+_GPU_IMAGE: Final = "engine-cuda"
 
 
 def http(engine: EngineSpec) -> Endpoint:
@@ -66,17 +66,15 @@ def workload_name(engine: EngineSpec) -> str:
 
 def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> list[Object]:
     """Return the objects of one group of engines."""
-    memory = EngineMemory(
-        weights_bytes(cache.spec.model_of(engine)),
-        engine.kv_memory_gib << 30,
-        engine.host_tier_bytes,
-    )
-    derived = DerivedResources("1", memory.request_bytes)
+    on_gpu = engine.device == "cuda"
+    derived = DerivedResources("1", _memory(cache, engine).request_bytes)
+    gpus = {engine.gpu_or_default.resource: "1"} if on_gpu else {}
     replica_range = engine.autoscaling and ReplicaRange(
         engine.replicas, engine.autoscaling.max_replicas
     )
     workload = Workload(
         component=COMPONENT,
+        image=_GPU_IMAGE if on_gpu else COMPONENT,
         name=workload_name(engine),
         command=("python", "-m", "ragcache_engine.start"),
         args=_arguments(cache, engine, placement),
@@ -89,10 +87,10 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
             start_s=_START_S,
             is_tls=cache.spec.tls.enabled,
         ),
-        resources=resources(derived, engine.resources),
+        resources=resources(derived, engine.resources, gpus),
         replicas=replica_range or engine.replicas,
         mounts=(
-            _SHARED_MEMORY,
+            _shared_memory(engine),
             MEMBERS.mount(cache),
             signing_mount(cache, placement),
             *tls_mounts(cache, placement),
@@ -103,8 +101,8 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
         grace_s=_DRAIN_S + _END_S,
         own_labels={ENGINE_LABEL: engine.name},
         # A single engine would be missing while its successor loads the model. With several, a
-        # surge would need a spare device for each rollout.
-        surge=engine.replicas == 1 and replica_range is None,
+        # surge would need spare memory for each rollout, and a spare GPU may never come.
+        surge=engine.replicas == 1 and replica_range is None and not on_gpu,
         template=engine.pod_template,
     )
     meta = metadata(cache, workload)
@@ -124,6 +122,19 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
     return children
 
 
+def _memory(cache: RagCache, engine: EngineSpec) -> EngineMemory:
+    if engine.device == "cuda":
+        return EngineMemory.beside_gpu(engine.host_tier_bytes)
+    weights = weights_bytes(cache.spec.model_of(engine))
+    return EngineMemory(weights, engine.host_kv_bytes, engine.host_tier_bytes)
+
+
+def _shared_memory(engine: EngineSpec) -> Mount:
+    size = engine.gpu_or_default.shared_memory if engine.device == "cuda" else _SHARED_MEMORY
+    volume = {"emptyDir": {"medium": "Memory", "sizeLimit": canonical(size)}}
+    return Mount("shm", "/dev/shm", volume)
+
+
 def _arguments(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> list[str]:
     model = cache.spec.model_of(engine)
     bind_address = placement.bind_address(http(engine))
@@ -141,8 +152,7 @@ def _arguments(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement
         *("--kv-transfer-config", _json(_CONNECTOR)),
         # The gateway composes the priority of each request.
         *("--scheduling-policy", "priority"),
-        # Compiling would make each start longer. Its benefit on a CPU has not been measured.
-        "--enforce-eager",
+        *_device_arguments(engine),
         *vllm_arguments(cache),
         *engine.args,
         *engine.unsafe_args,
@@ -169,6 +179,15 @@ def _tls_arguments(folder: str | None) -> list[str]:
     ]
 
 
+def _device_arguments(engine: EngineSpec) -> list[str]:
+    if engine.device == "cpu":
+        # Compiling would make each start longer. Its benefit on a CPU has not been measured.
+        return ["--enforce-eager"]
+    if engine.kv_memory_gib is not None:
+        return ["--kv-cache-memory-bytes", str(engine.kv_memory_gib << 30)]
+    return ["--gpu-memory-utilization", str(engine.gpu_or_default.memory_share)]
+
+
 def _json(config: Mapping[str, object]) -> str:
     return json.dumps(config, separators=(",", ":"))
 
@@ -190,30 +209,35 @@ def _environment(
             metrics_listen=str(placement.bind_address(metrics(engine))),
             memory_request_bytes=FromResource("requests.memory"),
         ),
-        "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib),
-        # With a connector, vLLM reserves two cores for other work, or uses both of two cores. The
-        # connector's threads need little.
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
-        # The sampler compiles in spite of --enforce-eager, and fails without a C++ compiler.
-        "TORCH_COMPILE_DISABLE": "1",
+        **(_CPU_ENVIRONMENT | _cpu_sizes(engine) if engine.device == "cpu" else {}),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": cache.spec.telemetry.log_level.upper(),
         "DO_NOT_TRACK": "1",
-        **_thread_environment(engine),
         **vllm_environment(cache),
     }
 
 
-def _thread_environment(engine: EngineSpec) -> Mapping[str, str]:
-    """Return as many threads as the CPU limit has cores.
+_CPU_ENVIRONMENT: Final = {
+    # With a connector, vLLM reserves two cores for other work, or uses both of two cores. The
+    # connector's threads need little.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+    # The sampler compiles in spite of --enforce-eager, and fails without a C++ compiler.
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
+
+def _cpu_sizes(engine: EngineSpec) -> dict[str, str]:
+    """Return the size of the KV cache, and as many threads as the CPU limit has cores.
 
     Otherwise vLLM starts one thread for each core of the node, and the kernel stops them all when
     they have used the limit.
     """
+    sizes = {"VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib)}
     limit = engine.resources.cpu_limit_millis
-    if limit is None:
-        return {}
-    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, limit // 1000))}
+    if limit is not None:
+        sizes["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        sizes["OMP_NUM_THREADS"] = str(max(1, limit // 1000))
+    return sizes
 
 
 def vllm_environment(cache: RagCache) -> Mapping[str, str]:

@@ -196,7 +196,7 @@ def store_key_secret_name(cache: RagCache, placement: PlatformPlacement) -> str:
 def store_key_secret(cache: RagCache, placement: PlatformPlacement, key: bytes) -> Object:
     """Return the Secret with the store key. Kubernetes deletes it together with the RagCache."""
     name = store_key_secret_name(cache, placement)
-    return _secret(cache, placement, name, {STORE_KEY_FILE: f"{key.hex()}\n"})
+    return secret(cache, placement, name, {STORE_KEY_FILE: f"{key.hex()}\n"})
 
 
 def store_key_mount(cache: RagCache, placement: PlatformPlacement) -> Mount:

@@ -198,6 +198,7 @@ _FIX: Final = "leave it out, or leave out url"
 
 _CONDITIONS: Final = {
     "role": "self.role == 'both'",
+    "device": "self.device == 'cpu'",
     "replicas": "self.replicas == 1",
     "args": "!has(self.args) || size(self.args) == 0",
     "unsafeArgs": "!has(self.unsafeArgs) || size(self.unsafeArgs) == 0",
@@ -221,6 +222,13 @@ def _unset(attribute: str) -> Callable[[EngineSpec], Violation | None]:
 
 
 EXTERNAL_ENGINE_RULES: tuple[Rule, ...] = (
+    cel_rule(
+        EngineSpec,
+        "gpu",
+        "!has(self.gpu) || self.device == 'cuda'",
+        "is set, but the engine computes on a processor",
+        "leave it out, or set device to cuda",
+    ),
     *(
         cel_rule(
             EngineSpec,

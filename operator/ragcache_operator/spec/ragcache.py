@@ -34,6 +34,7 @@ from ragcache_operator.spec.values import (
     ByteQuantity,
     EngineName,
     EngineUrl,
+    ExtendedResource,
     ForeignName,
     HostName,
     HostPattern,
@@ -64,6 +65,8 @@ BUNDLED_MODELS = {"smollm2": 8192, "tinyrag": 4096}
 and `ragcache up` fetches them."""
 
 _GIB = 1 << 30
+_DEFAULT_KV_GIB = 2
+"""The paged KV cache of an engine on a processor."""
 # The full name of a flag, because argparse accepts short ones. A key of its value needs a value.
 UnsafeArgument = Annotated[
     str,
@@ -429,6 +432,19 @@ class GatewaySpec(ManifestModel):
     """Additions to the gateway's pods, which override those of spec.podTemplate."""
 
 
+class GPUSpec(ManifestModel):
+    """GPUSpec sets the GPU of each engine of a group."""
+
+    resource: ExtendedResource = "nvidia.com/gpu"
+    """Extended resource of which each engine takes one, like nvidia.com/mig-3g.40gb for a part of a
+    GPU."""
+    memory_share: Annotated[float, Field(ge=0.1, le=0.98, allow_inf_nan=False)] = 0.9
+    """Share of the GPU's memory that the engine takes for weights, activations and its paged KV
+    cache. With kvMemory it has no effect."""
+    shared_memory: ByteQuantity = "1Gi"
+    """Size of /dev/shm, through which vLLM's processes communicate."""
+
+
 class EngineSpec(ManifestModel):
     """EngineSpec sets one group of identical vLLM engines."""
 
@@ -462,11 +478,14 @@ class EngineSpec(ManifestModel):
     one role are missing, those of another role do both."""
     replicas: Replicas = 1
     """Number of engine replicas. With autoscaling, this is the minimum."""
-    device: Literal["cpu"] = "cpu"
-    """Device that the engine computes on."""
-    kv_memory: ByteQuantity = "2Gi"
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device that the engine computes on: the processor, or one NVIDIA GPU."""
+    gpu: GPUSpec | None = None
+    """The GPU of each engine, only with device cuda. If unset, it is one nvidia.com/gpu."""
+    kv_memory: ByteQuantity | None = None
     """Size of the engine's paged KV cache, rounded up to whole GiB. The engine loads other KV from
-    the cache store."""
+    the cache store. If unset, it is 2Gi on a processor, and what gpu.memoryShare leaves on a
+    GPU."""
     host_tier: ByteQuantity | None = None
     """Size of the host memory tier of each replica, which holds the variants that it loads most
     often. If unset, the engine loads every variant from the cache store."""
@@ -488,14 +507,24 @@ class EngineSpec(ManifestModel):
     metrics API that serves vLLM's metrics. If unset, the group has a fixed number of replicas."""
 
     @property
-    def kv_memory_bytes(self) -> int:
-        """Size of the paged KV cache in bytes, before rounding."""
-        return parse_quantity(self.kv_memory)
+    def gpu_or_default(self) -> GPUSpec:
+        """The GPU of each engine, if it computes on one."""
+        return self.gpu or GPUSpec()
 
     @property
-    def kv_memory_gib(self) -> int:
-        """Size of the paged KV cache in GiB, rounded up. vLLM takes whole GiB."""
-        return -(-self.kv_memory_bytes // _GIB)
+    def kv_memory_gib(self) -> int | None:
+        """Size of the paged KV cache in GiB, rounded up. vLLM takes whole GiB on processors.
+
+        None: it is what a GPU has left.
+        """
+        if self.kv_memory is None:
+            return _DEFAULT_KV_GIB if self.device == "cpu" else None
+        return -(-parse_quantity(self.kv_memory) // _GIB)
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Size of the paged KV cache in host memory, in bytes."""
+        return (self.kv_memory_gib or 0) << 30 if self.device == "cpu" else 0
 
     @property
     def host_tier_bytes(self) -> int:

@@ -207,6 +207,15 @@ IssuerUrl = Annotated[
         "write it like https://id.example.com/realms/docs; only this machine may have http",
     ),
 ]
+ExtendedResource = Annotated[
+    str,
+    Field(max_length=128),
+    StringPattern(
+        rf"{SUBDOMAIN}/{_LABEL_TEXT}",
+        "extended resource",
+        "write it like nvidia.com/gpu or nvidia.com/mig-3g.40gb",
+    ),
+]
 ServedName = Annotated[
     str,
     Field(max_length=200),

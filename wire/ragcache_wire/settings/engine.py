@@ -54,6 +54,9 @@ class EngineSettings(PartSettings):
     metrics_listen: Address | None = setting(None, internal="The operator chooses the port.")
     """Address of a port that serves /metrics alone. vLLM's server serves it too."""
 
+    device: Literal["cpu", "cuda"] = setting("cpu", spec="spec.engines[].device")
+    """Where the engine has weights and KV: in host memory, or in a GPU's. It decides how much host
+    memory the engine needs."""
     host_tier_bytes: ByteQuantity = setting(0, spec="spec.engines[].hostTier")
     """Host memory for values, pinned where there is a GPU. 0: none."""
     memory_request_bytes: ByteQuantity | None = setting(
