@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -63,8 +65,13 @@ class FuzzedProcess:
         while not is_settled() and time.monotonic() < deadline:
             time.sleep(0.1)
         now = Usage.of(self.pid)
-        assert is_settled(), f"{now} after {before}"
+        assert is_settled(), f"{now} after {before}: {self._opened()}"
         growth = now.memory_bytes - before.memory_bytes
         assert growth <= MAX_GROWTH_BYTES, f"{growth} bytes more: {now} after {before}"
         text = self._log.read_text(errors="replace")
         assert "Traceback" not in text, text[text.index("Traceback") - 300 :][:3000]
+
+    def _opened(self) -> Counter[str]:
+        """Count the files and connections that the process has open, by their kind."""
+        links = Path(f"/proc/{self.pid}/fd").iterdir()
+        return Counter(os.readlink(link).partition(":[")[0] for link in links)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 from sqlalchemy import Table
@@ -52,6 +53,13 @@ _STEPS_PER_CHECK = 10_000
 """Steps of SQLite between two questions whether a query is to end, less than a millisecond."""
 
 
+class _Connection(sqlite3.Connection):
+    """A connection that closes when nothing refers to it."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class SqliteDatabase(Database):
     """The SQLite file of one data folder, which no other process may use.
 
@@ -65,7 +73,8 @@ class SqliteDatabase(Database):
         self.path = folder / FILE_NAME
         self._lock_file = lock_folder(folder)
         self._local = threading.local()
-        self._connections: list[sqlite3.Connection] = []
+        # A thread keeps its own connection, which therefore closes when the thread ends.
+        self._connections: WeakSet[_Connection] = WeakSet()
         self._connections_lock = threading.Lock()
         self.reserve = reserve or DiskReserve(folder)
         try:
@@ -112,14 +121,18 @@ class SqliteDatabase(Database):
             ) from error
         return writer
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self) -> _Connection:
         # Each thread has its own connection. Only close() uses those of other threads, which have
         # ended by then.
         connection = sqlite3.connect(
-            self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            self.path,
+            timeout=BUSY_TIMEOUT_S,
+            isolation_level=None,
+            check_same_thread=False,
+            factory=_Connection,
         )
         with self._connections_lock:
-            self._connections.append(connection)
+            self._connections.add(connection)
         connection.execute("PRAGMA foreign_keys = ON")
         return connection
 
