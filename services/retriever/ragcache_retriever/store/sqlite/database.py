@@ -53,11 +53,20 @@ _STEPS_PER_CHECK = 10_000
 """Steps of SQLite between two questions whether a query is to end, less than a millisecond."""
 
 
-class _Connection(sqlite3.Connection):
-    """A connection that closes when nothing refers to it."""
+class _Owned:
+    """A connection that closes when nothing refers to this.
 
-    def __del__(self) -> None:
-        self.close()
+    A connection refers to itself, so without an owner it would wait for a garbage collection.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+
+    __del__ = close
 
 
 class SqliteDatabase(Database):
@@ -74,13 +83,14 @@ class SqliteDatabase(Database):
         self._lock_file = lock_folder(folder)
         self._local = threading.local()
         # A thread keeps its own connection, which therefore closes when the thread ends.
-        self._connections: WeakSet[_Connection] = WeakSet()
+        self._connections: WeakSet[_Owned] = WeakSet()
         self._connections_lock = threading.Lock()
         self.reserve = reserve or DiskReserve(folder)
         try:
             install_backup(folder)
             refuse_damage(folder)
-            self._writer = self._opened()
+            self._owned_writer = self._opened()
+            self._writer = self._owned_writer.connection
         except BaseException:
             self.close()
             raise
@@ -97,9 +107,10 @@ class SqliteDatabase(Database):
                 connection.close()
             self._connections.clear()
 
-    def _opened(self) -> sqlite3.Connection:
+    def _opened(self) -> _Owned:
         try:
-            writer = self._connect()
+            owned = self._connect()
+            writer = owned.connection
             is_present = check_schema(writer, self.path)
             writer.execute("PRAGMA journal_mode = WAL")
             writer.execute("PRAGMA synchronous = FULL")
@@ -119,9 +130,9 @@ class SqliteDatabase(Database):
                 f"{self.path} cannot be opened: {error}",
                 "check its permissions, or restore it with 'ragcache restore FILE'",
             ) from error
-        return writer
+        return owned
 
-    def _connect(self) -> _Connection:
+    def _connect(self) -> _Owned:
         # Each thread has its own connection. Only close() uses those of other threads, which have
         # ended by then.
         connection = sqlite3.connect(
@@ -129,22 +140,22 @@ class SqliteDatabase(Database):
             timeout=BUSY_TIMEOUT_S,
             isolation_level=None,
             check_same_thread=False,
-            factory=_Connection,
         )
+        owned = _Owned(connection)
         with self._connections_lock:
-            self._connections.add(connection)
+            self._connections.add(owned)
         connection.execute("PRAGMA foreign_keys = ON")
-        return connection
+        return owned
 
     @property
     def reader(self) -> sqlite3.Connection:
         """The connection of the calling thread, which cannot write."""
-        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = self._connect()
-            connection.execute("PRAGMA query_only = ON")
-            self._local.connection = connection
-        return connection
+        owned: _Owned | None = getattr(self._local, "owned", None)
+        if owned is None:
+            owned = self._connect()
+            owned.connection.execute("PRAGMA query_only = ON")
+            self._local.owned = owned
+        return owned.connection
 
     @override
     @property
