@@ -11,7 +11,6 @@ from typing import Final
 
 import psutil
 
-
 MAX_GROWTH_BYTES: Final = 64 << 20
 MAX_MORE_THREADS: Final = 8
 MAX_MORE_DESCRIPTORS: Final = 16

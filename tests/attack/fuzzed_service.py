@@ -119,9 +119,7 @@ class FuzzedService:
         return grpc.StatusCode.OK, False, ""
 
 
-def _reordered(
-    messages: list[bytes], valid: Sequence[Message], rng: random.Random
-) -> list[bytes]:
+def _reordered(messages: list[bytes], valid: Sequence[Message], rng: random.Random) -> list[bytes]:
     """Let most messages of a stream be valid, since the first wrong one ends it."""
     found = [one.SerializeToString() for one in valid]
     for _ in range(rng.randint(0, 2)):

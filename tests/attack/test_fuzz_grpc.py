@@ -14,11 +14,11 @@ import xxhash
 from google.protobuf.message import Message
 
 from harness.processes import Service, free_port, is_serving, running_cachestore
+from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.v1 import cachestore_pb2, retriever_pb2
 from ragcache_wire.v1 import node_feed_pb2 as feed_pb
 from ragcache_wire.watched.signing_keys import SigningKeys
-from ragcache_kv.store_client.client import StoreClient
 from tests.attack.fuzzed_process import FuzzedProcess
 from tests.attack.fuzzed_service import Call, FuzzedService, calls
 
@@ -107,9 +107,7 @@ def store_corpus() -> list[Call]:
         "Prefetch": [pb.PrefetchRequest(keys=[key])],
         "Delete": [pb.DeleteRequest(deletion=one) for one in deletions],
         "FindRemains": [pb.RemainsRequest(deletion=one) for one in deletions],
-        "Tombstones": [
-            pb.TombstonesRequest(pulled=[pb.PullPosition(store=b"s" * 16, sequence=1)])
-        ],
+        "Tombstones": [pb.TombstonesRequest(pulled=[pb.PullPosition(store=b"s" * 16, sequence=1)])],
         "DropCopy": [pb.DropCopyRequest(key=key)],
         "Watch": [feed_pb.WatchRequest(boot=b"b" * 16, after=3, reader="gateway")],
         "Stats": [pb.StatsRequest()],
@@ -186,9 +184,7 @@ def retriever_corpus() -> list[Call]:
             pb.ListDocumentsRequest(collection="default", page_size=2, page_token="YS5tZA==")
         ],
         "Search": searches,
-        "GetSimilarChunks": [
-            pb.GetSimilarChunksRequest(collection="default", id="a.md", top_k=2)
-        ],
+        "GetSimilarChunks": [pb.GetSimilarChunksRequest(collection="default", id="a.md", top_k=2)],
         "Embed": [pb.EmbedRequest(texts=["a", "b"])],
         "Rerank": [pb.RerankRequest(query="a", texts=["a", "b"])],
         "ListRemovals": [pb.ListRemovalsRequest(after=1)],
