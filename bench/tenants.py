@@ -68,7 +68,7 @@ KEYS: Final[Mapping[str, tuple[str, Sequence[str]]]] = {
 }
 """Tenant and collections of each key."""
 
-SETTINGS: Final = {"chunk_tokens": 512, "window": 0}
+SETTINGS: Final = {"chunking": {"size_tokens": 512}, "window": 0}
 TINYRAG: Final = Path(__file__).resolve().parents[1] / "models" / "tinyrag" / "model"
 
 

@@ -117,6 +117,8 @@ async def test_mutated_messages_of_a_feed(count: int, caplog: pytest.LogCaptureF
     assert growth <= MAX_GROWTH_BYTES, f"{growth} bytes more"
     tree.check()
     assert follower.snapshots > count / 1000
-    assert "Traceback" not in caplog.text, caplog.text[-3000:]
+    # gRPC logs each message that it cannot decode.
+    failures = [one for one in caplog.records if one.exc_info and "grpc" not in one.name]
+    assert not failures, failures
     await client.close()
     await server.stop(None)
