@@ -49,7 +49,7 @@ from ragcache_core.access.key_file import hash_text, key_of
 
 SEED: Final = 1
 COMPLETION: Final = "/v1/completions"
-TEXT_WORDS: Final = 150
+TEXT_WORDS: Final = 500
 QUOTED_WORDS: Final = 8
 GROUP: Final = 10
 """Texts that ``red`` asks about, or does not, before ``blue`` asks about all of them."""
@@ -68,7 +68,7 @@ KEYS: Final[Mapping[str, tuple[str, Sequence[str]]]] = {
 }
 """Tenant and collections of each key."""
 
-SETTINGS: Final = {"chunking": {"size_tokens": 512}, "window": 0}
+SETTINGS: Final = {"chunking": {"size_tokens": 2048}, "window": 0}
 TINYRAG: Final = Path(__file__).resolve().parents[1] / "models" / "tinyrag" / "model"
 
 
@@ -80,8 +80,8 @@ class Sizes:
     same: int
 
 
-FULL: Final = Sizes(300, 100)
-QUICK: Final = Sizes(40, 40)
+FULL: Final = Sizes(200, 60)
+QUICK: Final = Sizes(40, 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = options(__doc__, "40 texts of each kind; under 4 min").parse_args()
+    arguments = options(__doc__, "40 texts of each kind; under 2 min").parse_args()
     print_figures(lambda folder: run(arguments, folder))
 
 

@@ -20,6 +20,7 @@ from tests.attack.mutations import mutated_message
 
 AT_ONCE: Final = 16
 CALL_TIMEOUT_S: Final = 60.0
+END: Final[object] = grpc.aio.EOF  # type: ignore[attr-defined]
 MAX_REPLIES: Final = 4
 """Replies of a stream that are read. A feed never ends."""
 
@@ -108,7 +109,7 @@ class FuzzedService:
                 return grpc.StatusCode.OK, False, ""
             call = self._channel.unary_stream(method, None, None)(messages[0], **options)
             for _ in range(MAX_REPLIES):
-                if await call.read() is grpc.aio.EOF:
+                if await call.read() is END:
                     break
             call.cancel()
         except grpc.RpcError as failure:

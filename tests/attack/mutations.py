@@ -114,7 +114,8 @@ def mutated_message(message: Message, rng: random.Random) -> bytes:
 
 def _nested(message: Message, rng: random.Random) -> bytes:
     """Put a message into itself, as if each were a field of the one around it."""
-    data, fields = message.SerializeToString(), message.DESCRIPTOR.fields
+    data = message.SerializeToString()
+    fields: Sequence[Any] = message.DESCRIPTOR.fields
     for _ in range(rng.choice((2, 30, 99, 101, 150))):
         number = rng.choice(fields).number if fields else 1
         data = bytes([*_varint(number << 3 | 2), *_varint(len(data))]) + data
@@ -133,8 +134,9 @@ def _with_odd_fields(message: Message, rng: random.Random) -> Message:
     changed.CopyFrom(message)
     for _ in range(rng.randint(1, 3)):
         parent = rng.choice(list(_messages(changed)))
-        if parent.DESCRIPTOR.fields:
-            _change(parent, rng.choice(parent.DESCRIPTOR.fields), rng)
+        fields: Sequence[Any] = parent.DESCRIPTOR.fields
+        if fields:
+            _change(parent, rng.choice(fields), rng)
     return changed
 
 

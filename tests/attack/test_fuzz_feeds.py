@@ -70,7 +70,7 @@ def valid_messages(rng: random.Random) -> list[pb.NodeChanges]:
     return messages
 
 
-class FuzzedFeed(grpc.GenericRpcHandler):  # type: ignore[misc]
+class FuzzedFeed(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """The feed of a source that sends what its proto does not define."""
 
     def __init__(self) -> None:
