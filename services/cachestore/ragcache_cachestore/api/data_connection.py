@@ -28,7 +28,7 @@ from ragcache_cachestore.puts import IncomingPut
 from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry.exporter import count_hit, count_miss
-from ragcache_core.errors import RagCacheError, Unauthenticated, Unavailable
+from ragcache_core.errors import InvalidInput, RagCacheError, Unauthenticated, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.peer_token import CHALLENGE_BYTES
 from ragcache_core.identity.variant import Miss, Tier, ValuePart
@@ -237,10 +237,10 @@ class DataConnection(threading.Thread):
         self._require_not_evicted()
         if kind != FrameKind.CREDENTIAL:
             raise ConnectionBroken(f"expected a credential, received a frame of kind {kind}")
-        proof = parse(pb.DataCredential, payload).proof
         try:
+            proof = parse(pb.DataCredential, payload).proof
             self._guard.check_proof(proof, challenge, self._hello.boot)
-        except Unauthenticated as error:
+        except (InvalidInput, Unauthenticated) as error:
             greeting = b"\0" if self._shared else b""
             self.channel.send_raw(greeting + frame(FrameKind.ERROR, to_error(error)))
             raise ConnectionBroken(f"refused: {error}") from error
