@@ -27,6 +27,7 @@ from ragcache_kv.transport.framing import (
     FrameKind,
 )
 from ragcache_kv.values.conversions import to_key, to_put_header
+from ragcache_wire.peers.credentials import Credentials
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.attack.fuzzed_process import FuzzedProcess
@@ -169,7 +170,7 @@ def test_mutated_frames(tmp_path: Path, count: int) -> None:
     keys = SigningKeys(tmp_path / "keys")
     env = {"RAGCACHE_SIGNING_KEY_FILE": str(tmp_path / "keys")}
     with running_cachestore(tmp_path / "store", env=env) as store:
-        client = StoreClient(store.address, ("socket",), keys)
+        client = StoreClient(store.address, ("socket",), Credentials(keys))
         client.put(STORED, whole(STORED, RAW), TIMEOUT_S)
         assert client.hello is not None
         port = FuzzedPort(client.hello, keys)

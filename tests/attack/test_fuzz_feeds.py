@@ -18,6 +18,7 @@ from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_gateway.planning.cache_view import update_queue
 from ragcache_gateway.planning.source_follower import FeedState, SourceFollower
 from ragcache_wire.clients.feed_client import ENGINE_FEED, FeedClient
+from ragcache_wire.peers.credentials import NO_CREDENTIALS
 from ragcache_wire.v1 import node_feed_pb2 as pb
 from tests.attack.fuzzed_process import MAX_GROWTH_BYTES, Usage
 from tests.attack.mutations import mutated_message
@@ -97,7 +98,7 @@ async def test_mutated_messages_of_a_feed(count: int, caplog: pytest.LogCaptureF
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     tree, queue = KnowledgeTree(MAX_NODES), EngineQueue("gateway")
-    client = FeedClient(f"127.0.0.1:{port}", ENGINE_FEED, None, queue.sender)
+    client = FeedClient(f"127.0.0.1:{port}", ENGINE_FEED, NO_CREDENTIALS, queue.sender)
     follower = SourceFollower(tree, "engine:a", client, on_message=partial(update_queue, queue))
 
     async def follow(until: int) -> None:

@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from harness.processes import Service, free_port, is_serving, running_cachestore
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
+from ragcache_wire.peers.credentials import Credentials
 from ragcache_wire.v1 import cachestore_pb2, retriever_pb2
 from ragcache_wire.v1 import node_feed_pb2 as feed_pb
 from ragcache_wire.watched.signing_keys import SigningKeys
@@ -122,7 +123,7 @@ async def test_mutated_calls_of_a_store(tmp_path: Path, keys: SigningKeys, count
         process = FuzzedProcess(store.service.pid, store.service.log)
         service = cachestore_pb2.DESCRIPTOR.services_by_name["CacheStore"]
         await fuzz(process, store.address, service, store_corpus(), keys, count)
-        client = StoreClient(store.address, keys=keys)
+        client = StoreClient(store.address, credentials=Credentials(keys))
         client.connect(TIMEOUT_S)
         assert client.stats(TIMEOUT_S).puts
         client.close()
@@ -239,7 +240,7 @@ async def test_mutated_calls_of_a_retriever(
         process = FuzzedProcess(retriever.pid, retriever.log)
         service = retriever_pb2.DESCRIPTOR.services_by_name["Retriever"]
         await fuzz(process, address, service, retriever_corpus(), keys, count)
-        client = RetrieverClient(address, keys)
+        client = RetrieverClient(address, Credentials(keys))
         await client.put_collection(retriever_pb2.Collection(name="right"))
         document = retriever_pb2.Document(collection="right", id="a.md", text="A green lamp.")
         await client.upsert_document(document)
