@@ -110,10 +110,11 @@ def test_the_gateway_gets_the_issuers_and_the_networks_that_the_administrator_op
         env = env_of(build_children(cache, placement), "gateway")
         assert env.get("RAGCACHE_ISSUER_NETWORKS") == shown
     start = "RAGCACHE_"
+    files = {f"{start}{part}" for part in ("SIGNING_KEY_FILE", "STORE_KEY_FILE", "TLS_DIR")}
     given_by_env: dict[str, Any] = {
         name.removeprefix(start).lower(): value
         for name, value in env.items()
-        if name.startswith(start) and name != "RAGCACHE_SIGNING_KEY_FILE"
+        if name.startswith(start) and name not in files
     }
     settings = GatewaySettings(**given_by_env)
     assert settings.oidc == (cache.spec.gateway.oidc[0].rules,)
