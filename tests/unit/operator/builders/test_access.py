@@ -104,7 +104,7 @@ def test_the_gateway_gets_the_issuers_and_the_networks_that_the_administrator_op
         "tenantClaim": "groups",
         "tenants": {"/teams/red": "red"},
     }
-    cache = make_cache(gateway={"oidc": [given]})
+    cache = make_cache(gateway={"oidc": [given]}, tls={"enabled": False})
     for networks, shown in (((), None), (("10.2.0.0/16", "fd12::/16"), "10.2.0.0/16,fd12::/16")):
         placement = replace(site_of(cache), issuer_networks=networks)
         env = env_of(build_children(cache, placement), "gateway")
