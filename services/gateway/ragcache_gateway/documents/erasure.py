@@ -33,6 +33,8 @@ NOT_CHECKED: Final = (
 )
 """Where a text or its KV may still be, which no part of the platform can see."""
 
+_NO_SHARD: Final = "the cache store, because no shard is known"
+
 _State = Literal["zero", "left", "unknown"]
 _Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,32}$")]
 
@@ -207,8 +209,8 @@ class ErasureCheck:
             document=document,
             shards=list(shards),
             engines=engines,
-            erased=states == {"zero"},
-            not_checked=list(NOT_CHECKED),
+            erased=states == {"zero"} and bool(shards),
+            not_checked=[*(() if shards else (_NO_SHARD,)), *NOT_CHECKED],
         )
 
     async def _document(self, collection: str, document_id: str) -> _State:
