@@ -71,13 +71,19 @@ _NO_ANSWER = (
 
 
 class GatewayClient:
-    """Client of the gateways of all platforms."""
+    """Client of the gateways of all platforms.
 
-    def __init__(self) -> None:
+    Args:
+        transport: How it connects. None: to the Services of a cluster, by their names.
+    """
+
+    def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
         # Connections inside a cluster must not use a proxy of the environment. Each call has its
         # own total timeout; this timeout limits a single read.
         # Certificates of engines are not checked: the operator tells them nothing.
-        self._client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT_S, trust_env=False, verify=False)
+        self._client = httpx.AsyncClient(
+            timeout=_ANSWER_TIMEOUT_S, trust_env=False, verify=False, transport=transport
+        )
 
     async def close(self) -> None:
         """Close every connection."""
