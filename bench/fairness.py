@@ -38,6 +38,7 @@ import numpy as np
 
 from bench.support.answers.platform import Platform as Rest
 from bench.support.answers.question_sets import QuestionSet
+from bench.support.api_keys import headers, key
 from bench.support.cluster import processes
 from bench.support.cluster.engine_times import a100
 from bench.support.cluster.open_loop import CHAT, TIMEOUT_S, Answered, ask
@@ -45,7 +46,7 @@ from bench.support.cluster.processes import Platform, PlatformSpec, simulated_mo
 from bench.support.cluster.questions import known_questions
 from bench.support.gateway_load.simulated_parts import http_request
 from bench.support.program import options, print_figures, say
-from ragcache_core.access.key_file import hash_text, key_of
+from ragcache_core.access.key_file import hash_text
 
 SEED: Final = 1
 CONNECTIONS: Final = 400
@@ -98,16 +99,6 @@ class Seen:
         """Return the p90 of the times to the first token, and to the end."""
         first_s, total_s = (np.quantile(times, 0.9) for times in (self.first_s, self.total_s))
         return float(first_s), float(total_s)
-
-
-def key(name: str) -> str:
-    """Return the API key of a tenant."""
-    return key_of(name.encode().ljust(32, b"-"))
-
-
-def headers(name: str) -> dict[str, str]:
-    """Return the headers of a tenant's requests."""
-    return {"Authorization": f"Bearer {key(name)}"}
 
 
 def write_keys(file: Path) -> Path:

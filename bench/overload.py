@@ -41,13 +41,14 @@ import numpy as np
 
 from bench.support.answers.platform import Platform as Rest
 from bench.support.answers.question_sets import QuestionSet
+from bench.support.api_keys import key
 from bench.support.cluster import processes
 from bench.support.cluster.engine_times import EngineTimes, a100
 from bench.support.cluster.open_loop import CHAT, Answered, Asked, ask
 from bench.support.cluster.processes import Platform, PlatformSpec, simulated_model
 from bench.support.cluster.questions import known_questions, skewed
 from bench.support.program import options, print_figures, say
-from ragcache_core.access.key_file import hash_text, key_of
+from ragcache_core.access.key_file import hash_text
 
 SEED: Final = 1
 TOP_K: Final = 3
@@ -127,11 +128,6 @@ class Sizes:
 
 FULL: Final = Sizes(8, 6.0, 60.0, 60.0, (0.9, 1.0, 1.1), 60.0, 120.0)
 QUICK: Final = Sizes(4, 3.0, 8.0, 8.0, (1.0,), 9.0, 14.0)
-
-
-def key(name: str) -> str:
-    """Return the API key of a tenant."""
-    return key_of(name.encode().ljust(32, b"-"))
 
 
 def headers(name: str) -> dict[str, str]:

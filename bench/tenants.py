@@ -40,12 +40,13 @@ import numpy as np
 
 from bench.support.answers.platform import Platform as Rest
 from bench.support.answers.question_sets import KnownDocument
+from bench.support.api_keys import headers, key
 from bench.support.cluster import processes
 from bench.support.cluster.open_loop import CHAT, ask
 from bench.support.cluster.processes import PlatformSpec
 from bench.support.program import options, print_figures, say
 from bench.support.retrieval.generated_documents import WORDS
-from ragcache_core.access.key_file import hash_text, key_of
+from ragcache_core.access.key_file import hash_text
 
 SEED: Final = 1
 COMPLETION: Final = "/v1/completions"
@@ -160,16 +161,6 @@ def make_probes(sizes: Sizes, rng: random.Random) -> list[Probe]:
     ]
     rng.shuffle(probes)
     return probes
-
-
-def key(name: str) -> str:
-    """Return the API key of a name."""
-    return key_of(name.encode().ljust(32, b"-"))
-
-
-def headers(name: str) -> dict[str, str]:
-    """Return the headers of a key's requests."""
-    return {"Authorization": f"Bearer {key(name)}"}
 
 
 def write_keys(file: Path) -> Path:
