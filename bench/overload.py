@@ -41,7 +41,7 @@ import numpy as np
 
 from bench.support.answers.platform import Platform as Rest
 from bench.support.answers.question_sets import QuestionSet
-from bench.support.api_keys import key
+from bench.support.api_keys import headers, key
 from bench.support.cluster import processes
 from bench.support.cluster.engine_times import EngineTimes, a100
 from bench.support.cluster.open_loop import CHAT, Answered, Asked, ask
@@ -128,11 +128,6 @@ class Sizes:
 
 FULL: Final = Sizes(8, 6.0, 60.0, 60.0, (0.9, 1.0, 1.1), 60.0, 120.0)
 QUICK: Final = Sizes(4, 3.0, 8.0, 8.0, (1.0,), 9.0, 14.0)
-
-
-def headers(name: str) -> dict[str, str]:
-    """Return the headers of a tenant's requests."""
-    return {"Authorization": f"Bearer {key(name)}"}
 
 
 def write_keys(file: Path) -> Path:
