@@ -179,6 +179,8 @@ def retriever_corpus() -> list[Call]:
         "ListCollections": [pb.ListCollectionsRequest()],
         "DeleteCollection": [pb.DeleteCollectionRequest(name="other")],
         "UpsertDocument": [pb.UpsertDocumentRequest(document=document)],
+        "SubmitDocument": [pb.SubmitDocumentRequest(document=document, owner="red")],
+        "GetOperation": [pb.GetOperationRequest(id="0" * 32, owner="red")],
         "DeleteDocument": [pb.DeleteDocumentRequest(collection="default", id="b.md")],
         "GetDocument": [pb.GetDocumentRequest(collection="default", id="a.md")],
         "ListDocuments": [

@@ -32,7 +32,7 @@ async def test_a_certificate_is_made_and_renewed_without_a_secret_or_a_rollout(
     async with operator(plane) as it:
         await it.make("encrypted")
         calls = await it.reconcile("encrypted")
-        assert calls.count("create secrets 201") == 3, "for tokens, for callers and for TLS"
+        assert calls.count("create secrets 201") == 4, "for tokens, callers, TLS and stored KV"
         assert it.wait_s is not None
         assert it.wait_s <= PERIOD_S, "the next pass renews the certificate"
         labels = "app.kubernetes.io/instance=encrypted"
@@ -70,5 +70,5 @@ async def test_a_platform_without_tls_gets_no_certificate(plane: ControlPlane) -
     async with operator(plane) as it:
         await it.make("plain", tls={"enabled": False})
         calls = await it.reconcile("plain")
-        assert calls.count("create secrets 201") == 2
+        assert calls.count("create secrets 201") == 3
         assert await it.admin.get(CONFIG_MAPS, "plain-tls", NAMESPACE) is None
