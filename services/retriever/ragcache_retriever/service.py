@@ -167,7 +167,8 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
 
     async def GetOperation(self, request: pb.GetOperationRequest, context: Context) -> pb.Operation:
         """Return what has become of a document that is written later."""
-        found = await self._knowledge_base.later_writes.find(request.id, request.owner)
+        operation_id = checked_id("id", request.id)
+        found = await self._knowledge_base.later_writes.find(operation_id, request.owner)
         return operation_message(found)
 
     async def DeleteDocument(
