@@ -105,7 +105,7 @@ class Operator:
 
 
 class OneGateway(httpx.AsyncHTTPTransport):
-    """Connects to one gateway, whatever the name of the Service is: nothing resolves it here."""
+    """Connects to one gateway under each name of a Service, because nothing resolves them here."""
 
     def __init__(self, base_url: str) -> None:
         super().__init__()
