@@ -1,7 +1,7 @@
 """Measures what one tenant's flood costs another tenant that asks once a second.
 
 Gateway, retriever and cache store are the real processes. The engine is simulated, as in
-``bench/cluster.py``, or vLLM with ``--real``. Tenant ``red`` has 400 connections, each of which
+``bench/cluster.py``, or vLLM with ``--real``. Tenant ``red`` has 400 connections. Each
 sends its next request as soon as it has a response and ignores ``Retry-After``. Tenant ``blue``
 asks once a second and comes again when ``Retry-After`` says. Its latency counts from the planned
 time of a question to the end of its answer, with all waits between attempts. ``blue`` asks alone
@@ -33,7 +33,6 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import numpy as np
 
 from bench.support.answers.platform import Platform as Rest
@@ -166,17 +165,8 @@ def start(platform: Platform, known: QuestionSet, *, is_real: bool) -> int:
     else:
         platform.simulate_engines(a100(LINK_GBITS, CACHE_TOKENS).scaled(SCALE))
     platform.wait("retriever", *(engine.name for engine in engines))
-    keys = write_keys(platform.data / "keys.toml")
-    platform.start("gateway", RAGCACHE_API_KEYS_FILE=str(keys))
-    platform.wait("gateway")
-    port = platform.port("gateway")
-    url = f"http://127.0.0.1:{port}"
-
-    def is_ready() -> bool:
-        return httpx.get(f"{url}/v1/status", headers=headers(ADMIN)).is_success
-
-    platform.services["gateway"].wait_until("ready", is_ready)
-    rest = Rest(url, headers(ADMIN))
+    port = platform.start_gateway(write_keys(platform.data / "keys.toml"), ADMIN)
+    rest = Rest(f"http://127.0.0.1:{port}", headers(ADMIN))
     rest.put_collection(known.name, {}, known.documents)
     rest.close()
     return port

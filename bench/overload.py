@@ -36,7 +36,6 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import numpy as np
 
 from bench.support.answers.platform import Platform as Rest
@@ -315,20 +314,12 @@ def start(platform: Platform, times: EngineTimes, known: QuestionSet, limit_s: f
     platform.wait("cachestore")
     platform.simulate_engines(times)
     platform.wait("retriever", *(engine.name for engine in platform.of("engine")))
-    platform.start(
-        "gateway",
-        RAGCACHE_API_KEYS_FILE=str(write_keys(platform.data / "keys.toml")),
+    port = platform.start_gateway(
+        write_keys(platform.data / "keys.toml"),
+        ADMIN,
         RAGCACHE_SLO_FIRST_TOKEN_MS=str(round(1e3 * limit_s)),
     )
-    platform.wait("gateway")
-    port = platform.port("gateway")
-    url = f"http://127.0.0.1:{port}"
-
-    def is_ready() -> bool:
-        return httpx.get(f"{url}/v1/status", headers=headers(ADMIN)).is_success
-
-    platform.services["gateway"].wait_until("ready", is_ready)
-    rest = Rest(url, headers(ADMIN))
+    rest = Rest(f"http://127.0.0.1:{port}", headers(ADMIN))
     rest.put_collection(known.name, {}, known.documents)
     rest.close()
     return port

@@ -5,20 +5,20 @@ drawn at random. Then tenant ``blue`` asks about all of them, in random order, a
 times to the first token. If the platform shared what it has cached for ``red``, the times of the
 texts that ``red`` has asked about would be shorter. Kinds of texts:
 
-- ``shared document``: both may read it, and ask the same question about it
+- ``shared document``: both may read it, and ask the same question about it.
 - ``private document``: ``red`` alone may read it. ``blue`` has guessed its text, and puts it into a
-  collection of its own
-- ``prompt``: the prompt of a completion without documents, which ``blue`` has guessed
+  collection of its own.
+- ``prompt``: the prompt of a completion without documents, which ``blue`` has guessed.
 - ``same tenant``: as ``shared document``, asked by another key of the tenant ``red``. Keys of a
-  tenant share KV by design, so this shows what the measurement can tell
+  tenant share KV by design, so this shows what the measurement can tell.
 
 Figures:
 
 - ``auc``: how well the times tell apart what ``red`` has asked and has not asked, for all kinds of
   another tenant together: the larger of AUC and 1 - AUC. 0.5: not at all; 1: always. Pairs are of
-  one kind
-- ``interval``: the central 95 % of AUC over bootstrap samples; it has 0.5 in it if nothing leaks
-- ``by_kind``: the same for each kind, with the medians of the times
+  one kind.
+- ``interval``: the central 95 % of AUC over bootstrap samples; it has 0.5 in it if nothing leaks.
+- ``by_kind``: the same for each kind, with the medians of the times.
 
 ``python -m bench.tenants [--quick]`` prints one JSON object as its last line.
 """
@@ -35,7 +35,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import numpy as np
 
 from bench.support.answers.platform import Platform as Rest
@@ -185,17 +184,8 @@ def start(platform: processes.Platform, probes: Sequence[Probe]) -> int:
     for name in engines:
         platform.start(name)
     platform.wait("retriever", *engines)
-    keys = write_keys(platform.data / "keys.toml")
-    platform.start("gateway", RAGCACHE_API_KEYS_FILE=str(keys))
-    platform.wait("gateway")
-    port = platform.port("gateway")
-    url = f"http://127.0.0.1:{port}"
-
-    def is_ready() -> bool:
-        return httpx.get(f"{url}/v1/status", headers=headers("admin")).is_success
-
-    platform.services["gateway"].wait_until("ready", is_ready)
-    rest = Rest(url, headers("admin"))
+    port = platform.start_gateway(write_keys(platform.data / "keys.toml"), "admin")
+    rest = Rest(f"http://127.0.0.1:{port}", headers("admin"))
     private = [one.document for one in probes if one.kind == PRIVATE]
     both = [one.document for one in probes if one.kind in (SHARED, SAME)]
     for name, documents in ((COLLECTION, both), ("red", private), ("blue", private)):

@@ -348,7 +348,7 @@ async def test_no_document_changes_while_the_log_cannot_be_written(
     assert numbers == list(range(1, len(numbers) + 1)), "no line is missing"
 
 
-async def test_a_key_file_that_is_emptied_by_mistake_revokes_nobody_and_is_reported(
+async def test_a_key_file_that_is_emptied_by_mistake_revokes_no_key_and_is_reported(
     attacked: Platform,
 ) -> None:
     attacked.keys.write_text("# every entry is gone\n")

@@ -133,12 +133,12 @@ async def test_a_token_may_do_what_its_roles_allow_and_no_more(
 ) -> None:
     document = {"id": "a.md", "collection": "blue", "text": "Text."}
     asker, writer = issuer.token(org="blue"), issuer.token(org="blue", roles=["writer"])
-    nobody = issuer.token(org="blue", roles=["another"])
+    without_role = issuer.token(org="blue", roles=["another"])
     refused = await send(attacked, asker, path="/v1/documents", json=document)
     assert refused.status_code == 403
     written = await send(attacked, writer, path="/v1/documents", json=document)
     assert written.status_code == 200, written.text
-    assert (await send(attacked, nobody)).status_code == 403
+    assert (await send(attacked, without_role)).status_code == 403
     assert (await send(attacked, asker, "GET", "/v1/backup")).status_code == 403
 
 

@@ -49,7 +49,7 @@ def plain_path(path: str) -> str:
 
 
 def allowed_scopes(method: str, path: str) -> tuple[Scope, ...]:
-    """Return the scopes of which a request needs one; none: it needs no key at all."""
+    """Return the scopes that allow a request, one is enough. None: it needs no key at all."""
     if path in OPEN_PATHS or is_console_path(path):
         return ()
     is_read = method == "GET"

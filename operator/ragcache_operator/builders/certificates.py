@@ -58,7 +58,7 @@ class CertificateAuthority:
     """The authority of one platform.
 
     Args:
-        secret: 32 bytes or more, of which its keys are made.
+        secret: 32 bytes or more. Its keys follow from them.
         name: Name of the platform, which its certificate has as a DNS name.
     """
 

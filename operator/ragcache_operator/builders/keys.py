@@ -181,11 +181,7 @@ def signing_secret(cache: RagCache, placement: PlatformPlacement, key: bytes) ->
 
 def signing_mount(cache: RagCache, placement: PlatformPlacement) -> Mount:
     """Return the mount of the folder. Kubernetes does not update a file that is mounted alone."""
-    volume = {
-        "secretName": signing_secret_name(cache, placement),
-        "defaultMode": READABLE_BY_GROUP,
-    }
-    return Mount(_SIGNING_KEY, SIGNING_KEY_FOLDER, {"secret": volume}, read_only=True)
+    return _mount(_SIGNING_KEY, SIGNING_KEY_FOLDER, signing_secret_name(cache, placement))
 
 
 def store_key_secret_name(cache: RagCache, placement: PlatformPlacement) -> str:
@@ -201,11 +197,12 @@ def store_key_secret(cache: RagCache, placement: PlatformPlacement, key: bytes) 
 
 def store_key_mount(cache: RagCache, placement: PlatformPlacement) -> Mount:
     """Return the mount of the store key, for gateways and engines. Shards do not get it."""
-    volume = {
-        "secretName": store_key_secret_name(cache, placement),
-        "defaultMode": READABLE_BY_GROUP,
-    }
-    return Mount(_STORE_KEY, STORE_KEY_FOLDER, {"secret": volume}, read_only=True)
+    return _mount(_STORE_KEY, STORE_KEY_FOLDER, store_key_secret_name(cache, placement))
+
+
+def _mount(name: str, folder: str, secret_name: str) -> Mount:
+    volume = {"secretName": secret_name, "defaultMode": READABLE_BY_GROUP}
+    return Mount(name, folder, {"secret": volume}, read_only=True)
 
 
 def unique_name(cache: RagCache, placement: PlatformPlacement, suffix: str) -> str:

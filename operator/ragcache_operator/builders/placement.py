@@ -375,7 +375,7 @@ class ClusterPlacement:
         )
 
     def image(self, component: str) -> str:
-        """Return the image, of which each component has its own, by digest if it has one."""
+        """Return the image of a component, by its digest if there is one."""
         digest = self.image_digests.get(component)
         return f"{self.images}/{component}" + (f"@{digest}" if digest else f":{self.tag}")
 

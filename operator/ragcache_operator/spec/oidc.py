@@ -60,7 +60,7 @@ class OidcIssuerSpec(ManifestModel):
     spec.trustedCA. An address that is not public needs issuers.allowedNetworks of the operator's
     chart."""
     audiences: Annotated[tuple[_ClaimValue, ...], ServerList(8, min_items=1)]
-    """Audiences of which a token needs one in aud, like the id of the client. A token for another
+    """A token needs one of these audiences in aud, like the id of the client. A token for another
     program is not accepted."""
     jwks_url: IssuerUrl | None = None
     """URL of the issuer's public keys. If unset, the discovery document names it."""
@@ -75,8 +75,8 @@ class OidcIssuerSpec(ManifestModel):
     default_scopes: Annotated[tuple[Literal["ask", "view"], ...], ServerList(2)] = ()
     """Scopes of every token of this issuer and audience."""
     tenant_claim: _Claim | None = None
-    """Claim with the tenant of the user: one text, or a list of which one names a tenant. If unset,
-    its users have no tenant, and share KV as keys without a tenant do."""
+    """Claim with the tenant of the user: one text, or a list with one that names a tenant. If
+    unset, its users have no tenant, and share KV as keys without a tenant do."""
     tenants: Annotated[
         Mapping[_ClaimValue, _Tenant],
         Field(max_length=256),

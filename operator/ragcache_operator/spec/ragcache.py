@@ -436,8 +436,7 @@ class GPUSpec(ManifestModel):
     """GPUSpec sets the GPU of each engine of a group."""
 
     resource: ExtendedResource = "nvidia.com/gpu"
-    """Extended resource of which each engine takes one, like nvidia.com/mig-3g.40gb for a part of a
-    GPU."""
+    """Extended resource: each engine takes one, like nvidia.com/mig-3g.40gb for a part of a GPU."""
     memory_share: Annotated[float, Field(ge=0.1, le=0.98, allow_inf_nan=False)] = 0.9
     """Share of the GPU's memory that the engine takes for weights, activations and its paged KV
     cache. With kvMemory it has no effect."""

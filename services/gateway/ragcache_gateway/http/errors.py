@@ -109,7 +109,7 @@ class MissingScope(RagCacheError):
 
     Args:
         name: Name of the key.
-        allowed: The scopes of which it needs one.
+        allowed: The scopes that would do, one is enough.
     """
 
     def __init__(self, name: str, allowed: Sequence[Scope]) -> None:
