@@ -163,6 +163,7 @@ class LaterWrites:
                 await self._work_on(claimed)
             finally:
                 self._in_work[claimed.asker] -= 1
+                self._in_work += Counter()  # drops the keys that have nothing in work
                 self._has_work.set()  # of a key that had as many as it may
 
     async def _claim(self) -> ClaimedOperation | None:
