@@ -26,7 +26,7 @@ RETRIEVER: Final = "services/retriever"
 MOST_ARGUMENTS: Final = 6
 BOUNDS: Final = {
     "product_lines": 115_200,
-    "retriever_lines": 16_300,
+    "retriever_lines": 16_320,
     "test_lines": 109_300,
     "bench_lines": 17_650,
     "tools_lines": 8_100,
