@@ -183,6 +183,8 @@ def parse_key_file(content: bytes, read_filter: ReadFilter) -> KeyTable:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         # The message has a position and no content.
         raise InvalidInput("keys", f"is not TOML: {error}", "see docs/security.md") from None
+    except RecursionError:
+        raise InvalidInput("keys", "is nested too deep", "see docs/security.md") from None
     if unknown := sorted(document.keys() - _SECTIONS):
         raise InvalidInput(unknown[0], "is no part of a key file", f"use {', '.join(_SECTIONS)}")
     entries = _entries(document, "keys")

@@ -180,6 +180,7 @@ def test_a_caller_has_the_rules_of_its_tenant() -> None:
         (entry(scopes='["admin"]', filter='{ team = "a" }'), "keys[0].filter"),
         (entry(scopes='["ask", "write"]', filter='{ team = "a" }'), "keys[0].filter"),
         (entry() + entry(name='"b"'), "keys[1]"),
+        (f"keys = {'[' * 2000}{']' * 2000}", "keys"),
         (entry() + entry(hash=f'"{hash_text(OTHER)}"'), "keys[1]"),
     ],
 )
