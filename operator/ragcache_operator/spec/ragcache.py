@@ -346,8 +346,9 @@ class GatewayAuditSpec(ManifestModel):
     standard output of the gateway's container, where a log collector takes them. `ragcache up`
     writes the file audit/gateway.jsonl in its data folder instead."""
     max_size: ByteQuantity = "1Gi"
-    """Maximum size of the files of one gateway. Above it, the oldest file is deleted. It has no
-    effect on standard output."""
+    """Maximum size of the files of one gateway, and also of those of all gateways together that
+    have written nothing for seven days. Above it, the oldest file is deleted. It has no effect on
+    standard output."""
 
 
 class GatewaySpec(ManifestModel):
