@@ -1,7 +1,7 @@
 """Which files of audit logs a volume keeps whose gateways have stopped.
 
-Each gateway keeps its own files below a bound. No gateway does so for those of one that has stopped,
-and the gateway that takes its place has files of another name.
+Each gateway keeps its own files below a bound. No gateway does so for those of one that has
+stopped, and the gateway that takes its place has files of another name.
 """
 
 from __future__ import annotations
