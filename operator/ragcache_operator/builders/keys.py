@@ -38,6 +38,10 @@ from ragcache_operator.builders.pod import Mount
 from ragcache_operator.spec.ragcache import RagCache
 
 OPERATOR: Final = "operator"
+SYNC_KEY_PERIOD_S: Final = 30 * 86_400
+"""Time after which the syncs of a collection get another key. The operator may not delete Secrets,
+so that of each period stays as long as the collection."""
+
 ADMIN_KEY: Final = "admin-key"
 """Entry of the generated Secret with the key itself, for the person who installs a RagCache."""
 
@@ -75,9 +79,16 @@ class ComponentKeys:
         text = f"ragcache-component-key-1\0{client}\0{uid}"
         return key_of(hmac.new(self.root, text.encode(), hashlib.sha256).digest())
 
-    def collection_key(self, collection: str, uid: str) -> str:
-        """Return the key of the syncs of one collection of the RagCache of this uid."""
-        return collection_key(collection, self._signing_key(uid).sign)
+    def collection_key(self, collection: str, uid: str, now_s: float) -> str:
+        """Return the key of the syncs of one collection of the RagCache of this uid.
+
+        It is the same for SYNC_KEY_PERIOD_S, and valid for one to two of these periods.
+
+        Args:
+            now_s: Unix time.
+        """
+        until_s = (int(now_s // SYNC_KEY_PERIOD_S) + 2) * SYNC_KEY_PERIOD_S
+        return collection_key(collection, until_s, self._signing_key(uid).sign)
 
     def certificate_secret(self, uid: str) -> bytes:
         """Return what the certificates of the RagCache of this uid are made of."""
