@@ -25,6 +25,8 @@ STORE_KEY_FILE: Final = "store.key"
 """Key that names stored values, in the data folder."""
 ENGINE_KEYS_FOLDER: Final = "engine-keys"
 """Subfolder for the user's files with API keys of servers, by the name of the group."""
+GATEWAY_TLS_FOLDER: Final = "gateway-tls"
+"""Subfolder for the user's certificate of the gateway."""
 RUN_FOLDER: Final = "run"
 """Subfolder for files that exist only while the platform runs."""
 _SOCKET_PATH_BYTES: Final = 108
@@ -121,6 +123,10 @@ class LocalPlacement:
     def tls_dir(self) -> str:
         """Return a folder in the private run folder."""
         return str(self._data / RUN_FOLDER / "tls")
+
+    def gateway_tls_dir(self) -> str:
+        """Return the user's folder in the data folder."""
+        return str(self._data / GATEWAY_TLS_FOLDER)
 
     def store_key_file(self) -> str:
         """Return a file beside the values, which outlive a run of the platform."""

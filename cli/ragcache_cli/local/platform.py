@@ -19,6 +19,7 @@ import psutil
 from ragcache_cli.local.component import LocalComponent, Prober, components_from
 from ragcache_cli.local.key_files import (
     certificate_files,
+    demand_gateway_certificate,
     ensure_key_file,
     ensure_store_key,
     plan_key_file,
@@ -122,7 +123,8 @@ class LocalPlatform:
     @property
     def gateway_url(self) -> str:
         """Return the base URL of the REST API."""
-        return f"http://{LOOPBACK}:{self._gateway_port}"
+        scheme = "http" if self._cache.spec.gateway.tls is None else "https"
+        return f"{scheme}://{LOOPBACK}:{self._gateway_port}"
 
     @property
     def data(self) -> Path:
@@ -213,6 +215,8 @@ class LocalPlatform:
             self._gateway_port = next(ports)
         else:
             demand_free(self._gateway_port, "spec.gateway.port")
+        if self._cache.spec.gateway.tls is not None:
+            demand_gateway_certificate(self._data)
         key_hash = None
         if asks_for_keys(self._cache):
             ensure_key_file(self._data)

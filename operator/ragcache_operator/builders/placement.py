@@ -31,6 +31,7 @@ MEMBERS_FILE: Final = "cachestore.json"
 SIGNING_KEY_FOLDER: Final = "/etc/ragcache/signing-key"
 SIGNING_KEY_FILE: Final = "keys"
 TLS_FOLDER: Final = "/etc/ragcache/tls"
+GATEWAY_TLS_FOLDER: Final = "/etc/ragcache/gateway-tls"
 STORE_KEY_FOLDER: Final = "/etc/ragcache/store-key"
 STORE_KEY_FILE: Final = "store.key"
 API_KEYS_FOLDER: Final = "/etc/ragcache/api-keys"
@@ -152,6 +153,10 @@ class PlatformPlacement(Protocol):
         """Return the path of the folder with the certificate of the parts."""
         ...
 
+    def gateway_tls_dir(self) -> str:
+        """Return the path of the folder with the certificate that clients of the gateway see."""
+        ...
+
     @property
     def certificate(self) -> IssuedCertificate | None:
         """The certificate of the parts. None without an operator, and outside a cluster."""
@@ -248,12 +253,16 @@ class ClusterPlacement:
     @property
     def gateway_url(self) -> str:
         """Base URL of the gateway inside the cluster, for questions."""
-        return f"http://{self.address_of(Endpoint('gateway', 'http'))}"
+        return f"{self._gateway_scheme}://{self.address_of(Endpoint('gateway', 'http'))}"
 
     @property
     def admin_url(self) -> str:
         """Base URL of the gateway inside the cluster, for every path."""
-        return f"http://{self.address_of(Endpoint('gateway', 'admin'))}"
+        return f"{self._gateway_scheme}://{self.address_of(Endpoint('gateway', 'admin'))}"
+
+    @property
+    def _gateway_scheme(self) -> str:
+        return "http" if self.cache.spec.gateway.tls is None else "https"
 
     @property
     def is_cluster(self) -> bool:
@@ -302,6 +311,10 @@ class ClusterPlacement:
     def tls_dir(self) -> str:
         """Return a mounted folder, so that pods follow a new certificate without a restart."""
         return TLS_FOLDER
+
+    def gateway_tls_dir(self) -> str:
+        """Return a mounted folder, so that pods follow a new certificate without a restart."""
+        return GATEWAY_TLS_FOLDER
 
     def store_key_file(self) -> str:
         """Return a mounted file, which pods read at their start."""

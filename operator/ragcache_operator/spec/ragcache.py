@@ -337,6 +337,15 @@ class GatewayAuthSpec(ManifestModel):
     uses the file api-keys.toml in its data folder instead."""
 
 
+class GatewayTlsSpec(ManifestModel):
+    """GatewayTlsSpec names the certificate that the gateway shows to its clients."""
+
+    secret_name: ForeignName
+    """Secret of type kubernetes.io/tls with the certificate and its key, as cert-manager keeps it.
+    A change takes effect without a restart. Pods wait until it exists. `ragcache up` reads tls.crt
+    and tls.key in the folder gateway-tls in its data folder instead."""
+
+
 class GatewayAuditSpec(ManifestModel):
     """GatewayAuditSpec sets where the gateway records who read and changed which documents."""
 
@@ -365,6 +374,9 @@ class GatewaySpec(ManifestModel):
     oidc: Annotated[tuple[OidcIssuerSpec, ...], ServerList(8, kind="map")] = ()
     """Issuers of OpenID Connect. A caller may send a token of one of them in place of an API key.
     `ragcache up` then needs keys, too."""
+    tls: GatewayTlsSpec | None = None
+    """Serves HTTPS on port and adminPort, and no plain HTTP. If unset, both serve plain HTTP. It
+    cannot be combined with ingress or httpRoute, whose controllers send plain HTTP."""
     audit: GatewayAuditSpec | None = None
     """Records writes, deletes, reads of documents, backups and refused requests in an audit log. If
     unset, there is none. {} writes it to standard output. While it cannot be written, the gateway

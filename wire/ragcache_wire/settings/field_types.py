@@ -17,6 +17,7 @@ from ragcache_core.plan.signature import parse_keys
 from ragcache_wire.peers.certificates import Certificates
 from ragcache_wire.settings.table import Accepts, variable
 from ragcache_wire.watched.members import Members, members_from
+from ragcache_wire.watched.server_certificate import ServerCertificate
 from ragcache_wire.watched.signing_keys import SigningKeys
 
 _UNITS: Final = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
@@ -106,6 +107,15 @@ def _certificates(value: Certificates | str) -> Certificates:
     if not os.path.isabs(value):
         raise ValueError("not an absolute path")
     return Certificates(Path(value))
+
+
+def _server_certificate(value: ServerCertificate | str, info: ValidationInfo) -> ServerCertificate:
+    if not isinstance(value, str):
+        return value
+    if not os.path.isabs(value):
+        raise ValueError("not an absolute path")
+    assert info.field_name is not None
+    return ServerCertificate(Path(value), variable(info.field_name))
 
 
 def _store_key(value: StoreKey | str, info: ValidationInfo) -> StoreKey:
@@ -213,4 +223,9 @@ CertificateFolder = Annotated[
     Certificates,
     PlainValidator(_certificates),
     Accepts("the absolute path of a folder with tls.crt, tls.key and ca.crt in PEM"),
+]
+ServerCertificateFolder = Annotated[
+    ServerCertificate,
+    PlainValidator(_server_certificate),
+    Accepts("the absolute path of a folder with tls.crt and tls.key in PEM"),
 ]

@@ -104,6 +104,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "gateway.auth.secretRef.name": ("own", GATEWAY, ""),
     "gateway.auth.secretRef.key": ("own", GATEWAY, ""),
     "gateway.oidc": ([ISSUER], GATEWAY, "NetworkPolicy/gateway"),
+    "gateway.tls.secretName": ("two", GATEWAY, ""),
     "gateway.allowedHosts": (["b.example.com"], GATEWAY, ""),
     "gateway.allowedOrigins": (["https://b.example.com"], GATEWAY, ""),
     "gateway.ingress.host": ("b.example.com", GATEWAY, "Ingress/gateway"),
@@ -262,6 +263,9 @@ def base_of(path: str) -> Object:
     if path.startswith("gateway.httpRoute"):
         del spec["gateway"]["ingress"]
         spec["gateway"]["httpRoute"] = {"gateway": "one"}
+    if path.startswith("gateway.tls"):
+        del spec["gateway"]["ingress"]
+        spec["gateway"]["tls"] = {"secretName": "one"}
     if path.startswith("gateway.service"):
         spec["gateway"]["service"] = {}
     if path == "trustedCA.key":
