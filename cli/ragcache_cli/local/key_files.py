@@ -82,7 +82,7 @@ def private_file(path: Path, content: str) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def ensure_store_key(path: Path) -> None:
+def ensure_key(path: Path) -> None:
     """Make a file with a new random key, readable by this user alone, unless it exists."""
     if not path.exists():
         _create(path, f"{secrets.token_hex(KEY_BYTES)}\n")

@@ -23,6 +23,8 @@ AUDIT_FILE: Final = "audit/gateway.jsonl"
 """Audit log of the gateway in the data folder."""
 STORE_KEY_FILE: Final = "store.key"
 """Key that names stored values, in the data folder."""
+DISK_KEY_FILE: Final = "disk.key"
+"""Keys of the values on disk, in the data folder."""
 ENGINE_KEYS_FOLDER: Final = "engine-keys"
 """Subfolder for the user's files with API keys of servers, by the name of the group."""
 GATEWAY_TLS_FOLDER: Final = "gateway-tls"
@@ -131,6 +133,10 @@ class LocalPlacement:
     def store_key_file(self) -> str:
         """Return a file beside the values, which outlive a run of the platform."""
         return str(self._data / STORE_KEY_FILE)
+
+    def disk_key_file(self) -> str:
+        """Return a file in the data folder, which outlives a run of the platform."""
+        return str(self._data / DISK_KEY_FILE)
 
     def api_keys_file(self) -> str:
         """Return the user's file in the data folder."""

@@ -20,8 +20,8 @@ from ragcache_cli.local.component import LocalComponent, Prober, components_from
 from ragcache_cli.local.key_files import (
     certificate_files,
     demand_gateway_certificate,
+    ensure_key,
     ensure_key_file,
-    ensure_store_key,
     plan_key_file,
     platform_key,
     read_api_key,
@@ -226,7 +226,9 @@ class LocalPlatform:
         if self._cache.spec.tls.enabled:
             folder, name = Path(placement.tls_dir()), platform_name(self._cache)
             self._held.enter_context(certificate_files(folder, name))
-        ensure_store_key(Path(placement.store_key_file()))
+        ensure_key(Path(placement.store_key_file()))
+        if self._cache.spec.cache_store.encryption is not None:
+            ensure_key(Path(placement.disk_key_file()))
         children = build_children(self._cache, placement)
         for component in components_from(children, self._cache.metadata.name):
             self._supervisors.append(self._make_supervisor(component))

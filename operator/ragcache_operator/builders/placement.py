@@ -34,6 +34,8 @@ TLS_FOLDER: Final = "/etc/ragcache/tls"
 GATEWAY_TLS_FOLDER: Final = "/etc/ragcache/gateway-tls"
 STORE_KEY_FOLDER: Final = "/etc/ragcache/store-key"
 STORE_KEY_FILE: Final = "store.key"
+DISK_KEY_FOLDER: Final = "/etc/ragcache/disk-key"
+DISK_KEY_FILE: Final = "keys"
 API_KEYS_FOLDER: Final = "/etc/ragcache/api-keys"
 API_KEYS_FILE: Final = "keys.toml"
 AUDIT_FOLDER: Final = "/var/log/ragcache"
@@ -164,6 +166,10 @@ class PlatformPlacement(Protocol):
 
     def store_key_file(self) -> str:
         """Return the path of the file with the key that names stored values."""
+        ...
+
+    def disk_key_file(self) -> str:
+        """Return the path of the file with the keys of the values on disk."""
         ...
 
     def api_keys_file(self) -> str:
@@ -319,6 +325,10 @@ class ClusterPlacement:
     def store_key_file(self) -> str:
         """Return a mounted file, which pods read at their start."""
         return f"{STORE_KEY_FOLDER}/{STORE_KEY_FILE}"
+
+    def disk_key_file(self) -> str:
+        """Return a mounted file, so that pods follow a key rotation without a restart."""
+        return f"{DISK_KEY_FOLDER}/{DISK_KEY_FILE}"
 
     def api_keys_file(self) -> str:
         """Return a mounted file, so that pods follow changes of keys without a restart."""

@@ -265,10 +265,10 @@ def test_a_value_is_written_to_disk_once(tmp_path: Path) -> None:
         written = 0
         write = store.disk_tier.write
 
-        def counted(extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
+        def counted(extents: Sequence[Extent], views: Sequence[memoryview], *rest: Any) -> None:
             nonlocal written
             written += 1
-            write(extents, views)
+            write(extents, views, *rest)
 
         store.disk_tier.write = counted  # type: ignore[method-assign]
         for number in range(4):
@@ -527,10 +527,10 @@ def test_a_durable_put_that_is_replaced_waits_for_the_new_value(
     with opened(tmp_path, flush=False) as store:
         entered, gate, write = threading.Event(), threading.Event(), store.disk_tier.write
 
-        def slow(extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
+        def slow(extents: Sequence[Extent], views: Sequence[memoryview], *rest: Any) -> None:
             entered.set()
             assert gate.wait(TIMEOUT_S)
-            write(extents, views)
+            write(extents, views, *rest)
 
         store.disk_tier.write = slow  # type: ignore[method-assign]
         outcomes: list[PutOutcome] = []
@@ -554,9 +554,9 @@ def test_a_replaced_value_stays_on_disk_until_the_new_one_is_written(tmp_path: P
         put(store, key(1), b"worse", ack=Ack.DURABLE, exact=False)
         gate, write = threading.Event(), store.disk_tier.write
 
-        def slow(extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
+        def slow(extents: Sequence[Extent], views: Sequence[memoryview], *rest: Any) -> None:
             assert gate.wait(TIMEOUT_S)
-            write(extents, views)
+            write(extents, views, *rest)
 
         store.disk_tier.write = slow  # type: ignore[method-assign]
         assert put(store, key(1), b"better") is PutOutcome.STORED
@@ -701,10 +701,10 @@ def test_a_delete_refuses_a_put_that_is_being_written(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         entered, gate, write = threading.Event(), threading.Event(), store.disk_tier.write
 
-        def slow(extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
+        def slow(extents: Sequence[Extent], views: Sequence[memoryview], *rest: Any) -> None:
             entered.set()
             assert gate.wait(TIMEOUT_S)
-            write(extents, views)
+            write(extents, views, *rest)
 
         store.disk_tier.write = slow  # type: ignore[method-assign]
         outcomes: list[PutOutcome] = []

@@ -16,6 +16,7 @@ from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.plan.signature import parse_keys
 from ragcache_wire.peers.certificates import Certificates
 from ragcache_wire.settings.table import Accepts, variable
+from ragcache_wire.watched.key_lines import DiskKeys
 from ragcache_wire.watched.members import Members, members_from
 from ragcache_wire.watched.server_certificate import ServerCertificate
 from ragcache_wire.watched.signing_keys import SigningKeys
@@ -99,6 +100,14 @@ def _signing_keys(value: SigningKeys | str, info: ValidationInfo) -> SigningKeys
     if not os.path.isabs(value):
         raise ValueError("not an absolute path")
     return SigningKeys(Path(value))
+
+
+def _disk_keys(value: DiskKeys | str) -> DiskKeys:
+    if not isinstance(value, str):
+        return value
+    if not os.path.isabs(value):
+        raise ValueError("not an absolute path")
+    return DiskKeys(Path(value))
 
 
 def _certificates(value: Certificates | str) -> Certificates:
@@ -217,6 +226,11 @@ StoreKeyFile = Annotated[
 SigningKeyFile = Annotated[
     SigningKeys,
     PlainValidator(_signing_keys),
+    Accepts("the absolute path of a file with one key a line (hex or base64, 32 bytes or more)"),
+]
+DiskKeyFile = Annotated[
+    DiskKeys,
+    PlainValidator(_disk_keys),
     Accepts("the absolute path of a file with one key a line (hex or base64, 32 bytes or more)"),
 ]
 CertificateFolder = Annotated[

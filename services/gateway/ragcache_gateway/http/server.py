@@ -7,8 +7,9 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -16,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ragcache_gateway.http.client_writer import CLIENT_CONNECTION, ClientConnection
 from ragcache_gateway.http.connection_limits import ConnectionLimits, limited_protocol
-from ragcache_gateway.http.tls_listener import TlsListener
+from ragcache_gateway.http.tls_listener import CountedProtocol, TlsListener
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.field_types import split_address
 
@@ -66,7 +67,7 @@ class DrainingServer(uvicorn.Server):
         config: uvicorn.Config,
         drain: Drain,
         drain_s: float,
-        listen: Callable[[socket.socket, Callable[[], Any]], TlsListener] | None = None,
+        listen: Callable[[socket.socket, Callable[[], CountedProtocol]], TlsListener] | None = None,
     ) -> None:
         super().__init__(config)
         self._drain = drain
@@ -84,9 +85,9 @@ class DrainingServer(uvicorn.Server):
         await super().startup([])
         self._listeners = [self._listen(one, self._make_protocol) for one in sockets or ()]
 
-    def _make_protocol(self) -> asyncio.Protocol:
+    def _make_protocol(self) -> CountedProtocol:
         """Return the protocol of a new connection, as uvicorn makes it."""
-        make = cast("Callable[..., asyncio.Protocol]", self.config.http_protocol_class)
+        make = cast("Callable[..., CountedProtocol]", self.config.http_protocol_class)
         return make(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
@@ -166,6 +167,5 @@ def build_server(
         ),
         drain,
         settings.drain_s,
-        certificate
-        and (lambda one, make_protocol: TlsListener(one, certificate, connections, make_protocol)),
+        None if certificate is None else partial(TlsListener, certificate, connections),
     )

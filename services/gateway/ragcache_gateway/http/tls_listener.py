@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from ragcache_gateway.http.connection_limits import ConnectionLimits
 from ragcache_wire.watched.server_certificate import ServerCertificate
@@ -22,33 +23,33 @@ _RETRY_S: Final = 0.5
 """Time until the next try after the system had no resources for a connection."""
 
 
-class CountedProtocol(Protocol):
+class CountedProtocol(asyncio.Protocol, ABC):
     """A protocol whose connection counts before its handshake has ended."""
 
+    @abstractmethod
     def take_count(self, port: int, address: str) -> None:
         """Take over the count of a connection, until it ends."""
-        ...
 
+    @abstractmethod
     def end_count(self) -> None:
         """End the count, if it has not ended."""
-        ...
 
 
 class TlsListener:
     """Accepts the connections of one listening socket until ``close``.
 
     Args:
-        listening: The socket.
         certificate: What clients are shown.
         limits: Count connections, and bound the time of a handshake as that of a header.
-        make_protocol: Makes the protocol of a connection. It is an ``asyncio.Protocol``, too.
+        listening: The socket.
+        make_protocol: Makes the protocol of a connection.
     """
 
     def __init__(
         self,
-        listening: socket.socket,
         certificate: ServerCertificate,
         limits: ConnectionLimits,
+        listening: socket.socket,
         make_protocol: Callable[[], CountedProtocol],
     ) -> None:
         listening.setblocking(False)
@@ -90,7 +91,7 @@ class TlsListener:
         protocol.take_count(port, address)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: protocol,  # type: ignore[arg-type,return-value]  # see make_protocol
+                lambda: protocol,
                 connection,
                 ssl=self._certificate.current(),
                 ssl_handshake_timeout=self._limits.header_timeout_s,

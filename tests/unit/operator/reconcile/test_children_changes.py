@@ -171,6 +171,8 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "cacheStore.memory": ("2Gi", STORE, ""),
     "cacheStore.disk.size": ("2Gi", STORE, ""),
     "cacheStore.disk.className": ("two", "", STORE),
+    "cacheStore.encryption.secretRef.name": ("two", STORE, ""),
+    "cacheStore.encryption.secretRef.key": ("two", STORE, ""),
     "cacheStore.policy": ("lru", STORE, ""),
     "cacheStore.admission": ("secondTouch", STORE, ""),
     "cacheStore.precision.key": ("packed", STORE, ""),
@@ -263,6 +265,8 @@ def base_of(path: str) -> Object:
     if path.startswith("gateway.httpRoute"):
         del spec["gateway"]["ingress"]
         spec["gateway"]["httpRoute"] = {"gateway": "one"}
+    if path.startswith("cacheStore.encryption"):
+        spec.setdefault("cacheStore", {})["encryption"] = {"secretRef": {"name": "one"}}
     if path.startswith("gateway.tls"):
         del spec["gateway"]["ingress"]
         spec["gateway"]["tls"] = {"secretName": "one"}
