@@ -231,7 +231,7 @@ def recover(
     now = state.clock()
     unreadable: Counter[Undecrypted] = Counter()
     for key, found in metadata.load(disk_tier.allocator):
-        copy = TierCopy(found.extents, found.info.num_bytes, seal=found.seal)
+        copy = TierCopy(found.extents, found.info.num_bytes, encryption=found.encryption)
         mover.note_recorded(key, copy)
         reason = mover.unreadable(copy)
         if reason is None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ragcache_cachestore.state.leases import ReadLease
-from ragcache_cachestore.storage.disk_cipher import SEAL_BYTES, DiskCipher, Seal
+from ragcache_cachestore.storage.disk_cipher import PARAMS_BYTES, DiskCipher, EncryptionParams
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.variant import Miss, Origin, Tier
@@ -98,7 +98,7 @@ def test_without_keys_the_marker_is_found(tmp_path: Path) -> None:
 def test_equal_values_differ_on_disk(tmp_path: Path, file: KeyFile) -> None:
     raw = bytes(PAGE)
     with encrypted(tmp_path, file) as store:
-        seals = []
+        found = []
         for number in range(4):
             put(store, key(number), raw, ack=Ack.DURABLE)
             variant = store.state.catalog.get(key(number))
@@ -106,10 +106,10 @@ def test_equal_values_differ_on_disk(tmp_path: Path, file: KeyFile) -> None:
             assert variant.disk is not None
             page = bytearray(PAGE)
             store.disk_tier.read_into(variant.disk.extents, [memoryview(page)])
-            seals.append((variant.disk.seal, bytes(page)))
-        assert len({seal for seal, _ in seals}) == 4
-        assert len({page for _, page in seals}) == 4
-        assert bytes(PAGE) not in {page for _, page in seals}
+            found.append((variant.disk.encryption, bytes(page)))
+        assert len({params for params, _ in found}) == 4
+        assert len({page for _, page in found}) == 4
+        assert bytes(PAGE) not in {page for _, page in found}
 
 
 def test_a_read_counts_for_the_disk_and_its_lease_is_in_memory(
@@ -214,27 +214,29 @@ def test_changed_bytes_are_a_miss(tmp_path: Path, file: KeyFile) -> None:
         assert store.stats().corrupt == 1
 
 
-def test_a_value_cannot_take_the_place_of_another(tmp_path: Path, file: KeyFile) -> None:
+def test_a_value_cannot_replace_another(tmp_path: Path, file: KeyFile) -> None:
     """Its name is authenticated, so equal sizes and checksums do not help."""
     cipher = DiskCipher(file.keys())
     raw = bytearray(value(PAGE))
     encryption = cipher.encryption(b"one")
     encryption.encrypt(memoryview(bytes(raw)), memoryview(raw))
-    seal = encryption.seal()
-    assert not cipher.decrypt(b"two", seal, [memoryview(bytearray(raw))])
-    assert cipher.decrypt(b"one", seal, [memoryview(raw)])
+    params = encryption.end()
+    assert not cipher.decrypt(b"two", params, [memoryview(bytearray(raw))])
+    assert cipher.decrypt(b"one", params, [memoryview(raw)])
     assert bytes(raw) == value(PAGE)
 
 
-@pytest.mark.parametrize("index", [0, 8, 40, SEAL_BYTES - 1])
-def test_a_changed_seal_decrypts_nothing(tmp_path: Path, file: KeyFile, index: int) -> None:
+@pytest.mark.parametrize("index", [0, 8, 40, PARAMS_BYTES - 1])
+def test_changed_parameters_decrypt_nothing(tmp_path: Path, file: KeyFile, index: int) -> None:
     cipher = DiskCipher(file.keys())
     raw = bytearray(100)
     encryption = cipher.encryption(b"one")
     encryption.encrypt(memoryview(bytes(100)), memoryview(raw))
-    changed = bytearray(encryption.seal().to_bytes())
+    changed = bytearray(encryption.end().to_bytes())
     changed[index] ^= 1
-    assert not cipher.decrypt(b"one", Seal.from_bytes(bytes(changed)), [memoryview(raw)])
+    assert not cipher.decrypt(
+        b"one", EncryptionParams.from_bytes(bytes(changed)), [memoryview(raw)]
+    )
 
 
 def test_a_copy_for_another_shard_is_decrypted(tmp_path: Path, file: KeyFile) -> None:

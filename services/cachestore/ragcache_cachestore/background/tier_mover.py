@@ -229,10 +229,10 @@ class TierMover:
             Unavailable: The disk refuses or is full.
         """
         name, cipher = variant.key.to_bytes(), self._cipher
-        encryption = None if cipher is None else cipher.encryption(name)
+        encryptor = None if cipher is None else cipher.encryption(name)
         try:
-            self._disk_tier.write(copy.extents, views, encryption)
-            copy.seal = None if encryption is None else encryption.seal()
+            self._disk_tier.write(copy.extents, views, encryptor)
+            copy.encryption = None if encryptor is None else encryptor.end()
             metadata = DiskVariant(
                 extents=copy.extents,
                 info=variant.info,
@@ -243,7 +243,7 @@ class TierMover:
                 delete_sequence=variant.delete_sequence,
                 put_order=variant.identity,
                 tag=variant.tag,
-                seal=copy.seal,
+                encryption=copy.encryption,
             )
             with self._metadata_lock:
                 with self._state.lock:
@@ -425,9 +425,11 @@ class TierMover:
         if not self._disk_tier.read_into(copy.extents, views):
             return False
         reason = self.unreadable(copy)
-        if reason is None and copy.seal is not None and self._cipher is not None:
+        if reason is None and copy.encryption is not None and self._cipher is not None:
             name = variant.key.to_bytes()
-            reason = None if self._cipher.decrypt(name, copy.seal, views) else Undecrypted.CHANGED
+            reason = (
+                None if self._cipher.decrypt(name, copy.encryption, views) else Undecrypted.CHANGED
+            )
         if reason is not None:
             self._state.telemetry.undecrypted(reason, 1)
             log.error(
@@ -439,9 +441,9 @@ class TierMover:
 
     def unreadable(self, copy: TierCopy) -> Undecrypted | None:
         """Return why a copy on disk cannot be read with the keys that the store has."""
-        if copy.seal is None:
+        if copy.encryption is None:
             return None if self._cipher is None else Undecrypted.PLAIN
-        if self._cipher is None or not self._cipher.has_key_of(copy.seal):
+        if self._cipher is None or not self._cipher.has_key_of(copy.encryption):
             return Undecrypted.NO_KEY
         return None
 

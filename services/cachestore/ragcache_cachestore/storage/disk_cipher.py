@@ -39,7 +39,7 @@ _VALUE_KEY: Final = b"ragcache-disk-value-1"
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class EncryptionParams:
     """With what a value was encrypted. None of it is secret.
 
     Attributes:
@@ -53,17 +53,17 @@ class Seal:
     tag: bytes
 
     def to_bytes(self) -> bytes:
-        """Encode it in SEAL_BYTES."""
+        """Encode it in PARAMS_BYTES."""
         return self.key_id + self.salt + self.tag
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
-        """Decode SEAL_BYTES."""
+        """Decode PARAMS_BYTES."""
         rest = raw[_KEY_ID_BYTES:]
         return cls(raw[:_KEY_ID_BYTES], rest[:_SALT_BYTES], rest[_SALT_BYTES:])
 
 
-SEAL_BYTES: Final = _KEY_ID_BYTES + _SALT_BYTES + _TAG_BYTES
+PARAMS_BYTES: Final = _KEY_ID_BYTES + _SALT_BYTES + _TAG_BYTES
 
 
 class ValueEncryption:
@@ -79,10 +79,10 @@ class ValueEncryption:
         """Encrypt the next bytes into a target of the same length."""
         self._encryptor.update_into(piece, target)
 
-    def seal(self) -> Seal:
-        """End the value."""
+    def end(self) -> EncryptionParams:
+        """End the value. Return what decrypts it, beside the key."""
         self._encryptor.finalize()
-        return Seal(self._key_id, self._salt, self._encryptor.tag)
+        return EncryptionParams(self._key_id, self._salt, self._encryptor.tag)
 
 
 class DiskCipher:
@@ -99,31 +99,31 @@ class DiskCipher:
         """Begin to encrypt the value of a variant with this name."""
         return ValueEncryption(self._keys.current()[0], name)
 
-    def has_key_of(self, seal: Seal) -> bool:
+    def has_key_of(self, params: EncryptionParams) -> bool:
         """Whether the file has the key of a value."""
-        return self._secret(seal) is not None
+        return self._secret(params) is not None
 
-    def decrypt(self, name: bytes, seal: Seal, views: Sequence[memoryview]) -> bool:
+    def decrypt(self, name: bytes, params: EncryptionParams, views: Sequence[memoryview]) -> bool:
         """Decrypt a value in place.
 
         Returns False if the file lacks its key, or if the value or its name is another one than
         was encrypted. The content of views is then undefined, and must not be used.
         """
-        secret = self._secret(seal)
+        secret = self._secret(params)
         if secret is None:
             return False
         try:
-            decryptor = _cipher(secret, seal.salt, GCM(_NONCE, seal.tag)).decryptor()
+            decryptor = _cipher(secret, params.salt, GCM(_NONCE, params.tag)).decryptor()
             decryptor.authenticate_additional_data(name)
             for piece in slices(views):
                 decryptor.update_into(piece, piece)
             decryptor.finalize()
-        except (InvalidTag, ValueError):  # ValueError: a seal that no store has made
+        except (InvalidTag, ValueError):  # ValueError: no store has made params
             return False
         return True
 
-    def _secret(self, seal: Seal) -> bytes | None:
-        return next((one for one in self._keys.current() if _key_id(one) == seal.key_id), None)
+    def _secret(self, params: EncryptionParams) -> bytes | None:
+        return next((one for one in self._keys.current() if _key_id(one) == params.key_id), None)
 
 
 def slices(views: Sequence[memoryview]) -> list[memoryview]:
