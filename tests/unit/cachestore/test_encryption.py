@@ -49,7 +49,7 @@ def file(tmp_path: Path) -> KeyFile:
 
 
 @contextmanager
-def encrypted(folder: Path, file: KeyFile | None, **settings: object) -> Iterator[Store]:
+def encrypted(folder: Path, file: KeyFile | None, **settings: Any) -> Iterator[Store]:
     keys = None if file is None else file.keys()
     with opened(folder / "data", disk_keys=keys, **settings) as store:
         yield store
@@ -263,7 +263,7 @@ def test_a_child_on_disk_is_read_without_its_parents(tmp_path: Path, file: KeyFi
             count += 1
             return read(*given)
 
-        store.disk_tier.read_into = counted  # type: ignore[method-assign]
+        store.disk_tier.read_into = counted  # type: ignore[method-assign,assignment]
         (lease,) = store.reads.open([key(2)])
         assert isinstance(lease, ReadLease)
         assert b"".join(store.memory_tier.views(lease.copy.extents)) == value(PAGE, 2)
@@ -297,7 +297,7 @@ def test_readers_of_one_value_at_once_all_get_it(tmp_path: Path, file: KeyFile) 
             barrier.wait(60)
             return read(*given)  # type: ignore[arg-type]
 
-        store.disk_tier.read_into = together  # type: ignore[method-assign]
+        store.disk_tier.read_into = together  # type: ignore[method-assign,assignment]
         threads = [
             threading.Thread(target=lambda: found.append(get(store, key(1)))) for _ in range(4)
         ]

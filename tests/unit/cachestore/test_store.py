@@ -270,7 +270,7 @@ def test_a_value_is_written_to_disk_once(tmp_path: Path) -> None:
             written += 1
             write(extents, views, *rest)
 
-        store.disk_tier.write = counted  # type: ignore[method-assign]
+        store.disk_tier.write = counted  # type: ignore[method-assign,assignment]
         for number in range(4):
             put(store, key(number), value(PAGE, number))
         store.mover.writer.flush()
@@ -532,7 +532,7 @@ def test_a_durable_put_that_is_replaced_waits_for_the_new_value(
             assert gate.wait(TIMEOUT_S)
             write(extents, views, *rest)
 
-        store.disk_tier.write = slow  # type: ignore[method-assign]
+        store.disk_tier.write = slow  # type: ignore[method-assign,assignment]
         outcomes: list[PutOutcome] = []
         putting = threading.Thread(
             target=lambda: outcomes.append(
@@ -558,7 +558,7 @@ def test_a_replaced_value_stays_on_disk_until_the_new_one_is_written(tmp_path: P
             assert gate.wait(TIMEOUT_S)
             write(extents, views, *rest)
 
-        store.disk_tier.write = slow  # type: ignore[method-assign]
+        store.disk_tier.write = slow  # type: ignore[method-assign,assignment]
         assert put(store, key(1), b"better") is PutOutcome.STORED
         assert get(store, key(1)) == b"better"
         for number in range(2, 20):  # no other value gets the extents of the old one
@@ -706,7 +706,7 @@ def test_a_delete_refuses_a_put_that_is_being_written(tmp_path: Path) -> None:
             assert gate.wait(TIMEOUT_S)
             write(extents, views, *rest)
 
-        store.disk_tier.write = slow  # type: ignore[method-assign]
+        store.disk_tier.write = slow  # type: ignore[method-assign,assignment]
         outcomes: list[PutOutcome] = []
         putting = threading.Thread(
             target=lambda: outcomes.append(put(store, key(1), b"abc", ack=Ack.DURABLE))

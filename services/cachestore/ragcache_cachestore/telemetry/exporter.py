@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.store_api import Ack, PutOutcome
 from ragcache_wire.telemetry.catalogue import cachestore as rows
+from ragcache_wire.telemetry.catalogue.cachestore import Undecrypted
 from ragcache_wire.telemetry.metric_registry import (
     Level,
     MetricRegistry,
@@ -92,7 +93,7 @@ class Telemetry:
         """Count variants that were dropped because their parent is gone."""
         self._orphans.inc(count)
 
-    def undecrypted(self, reason: rows.Undecrypted, count: int) -> None:
+    def undecrypted(self, reason: Undecrypted, count: int) -> None:
         """Count values on disk that were dropped because no key decrypts them."""
         self._undecrypted.of(reason.value).inc(count)
 
