@@ -19,8 +19,9 @@ import psutil
 from ragcache_cli.local.component import LocalComponent, Prober, components_from
 from ragcache_cli.local.key_files import (
     certificate_files,
+    demand_gateway_certificate,
+    ensure_key,
     ensure_key_file,
-    ensure_store_key,
     plan_key_file,
     platform_key,
     read_api_key,
@@ -122,7 +123,8 @@ class LocalPlatform:
     @property
     def gateway_url(self) -> str:
         """Return the base URL of the REST API."""
-        return f"http://{LOOPBACK}:{self._gateway_port}"
+        scheme = "http" if self._cache.spec.gateway.tls is None else "https"
+        return f"{scheme}://{LOOPBACK}:{self._gateway_port}"
 
     @property
     def data(self) -> Path:
@@ -213,6 +215,8 @@ class LocalPlatform:
             self._gateway_port = next(ports)
         else:
             demand_free(self._gateway_port, "spec.gateway.port")
+        if self._cache.spec.gateway.tls is not None:
+            demand_gateway_certificate(self._data)
         key_hash = None
         if asks_for_keys(self._cache):
             ensure_key_file(self._data)
@@ -222,7 +226,9 @@ class LocalPlatform:
         if self._cache.spec.tls.enabled:
             folder, name = Path(placement.tls_dir()), platform_name(self._cache)
             self._held.enter_context(certificate_files(folder, name))
-        ensure_store_key(Path(placement.store_key_file()))
+        ensure_key(Path(placement.store_key_file()))
+        if self._cache.spec.cache_store.encryption is not None:
+            ensure_key(Path(placement.disk_key_file()))
         children = build_children(self._cache, placement)
         for component in components_from(children, self._cache.metadata.name):
             self._supervisors.append(self._make_supervisor(component))

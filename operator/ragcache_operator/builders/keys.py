@@ -27,6 +27,8 @@ from ragcache_operator.builders.metadata import Object, labels, object_name, wit
 from ragcache_operator.builders.placement import (
     API_KEYS_FILE,
     API_KEYS_FOLDER,
+    DISK_KEY_FILE,
+    DISK_KEY_FOLDER,
     ENGINE_KEYS_FOLDER,
     SIGNING_KEY_FILE,
     SIGNING_KEY_FOLDER,
@@ -49,6 +51,7 @@ _API_KEYS: Final = "api-keys"
 _ENGINE_KEYS: Final = "engine-keys"
 _SIGNING_KEY: Final = "signing-key"
 _STORE_KEY: Final = "store-key"
+_DISK_KEY: Final = "disk-key"
 _UID_CHARS: Final = 8
 READABLE_BY_GROUP: Final = 0o440
 """The kubelet gives the file to the pod's group."""
@@ -209,6 +212,38 @@ def store_key_secret(cache: RagCache, placement: PlatformPlacement, key: bytes) 
 def store_key_mount(cache: RagCache, placement: PlatformPlacement) -> Mount:
     """Return the mount of the store key, for gateways and engines. Shards do not get it."""
     return _mount(_STORE_KEY, STORE_KEY_FOLDER, store_key_secret_name(cache, placement))
+
+
+def disk_key_secret_name(cache: RagCache, placement: PlatformPlacement) -> str | None:
+    """Return the name of the Secret that the operator creates; None if it creates none."""
+    encryption = cache.spec.cache_store.encryption
+    if encryption is None or encryption.secret_ref is not None:
+        return None
+    return unique_name(cache, placement, _DISK_KEY)
+
+
+def disk_key_secret(cache: RagCache, placement: PlatformPlacement, name: str, key: bytes) -> Object:
+    """Return the Secret with a key of the values on disk. Kubernetes deletes it with the RagCache.
+
+    The volumes of a deleted RagCache may stay. Without the key, no value on them can be read.
+    """
+    return secret(cache, placement, name, {DISK_KEY_FILE: f"{key.hex()}\n"})
+
+
+def disk_key_mounts(cache: RagCache, placement: PlatformPlacement) -> tuple[Mount, ...]:
+    """Return the mount of the keys of the values on disk, for shards alone."""
+    encryption = cache.spec.cache_store.encryption
+    if encryption is None:
+        return ()
+    if encryption.secret_ref is None:
+        return (_mount(_DISK_KEY, DISK_KEY_FOLDER, unique_name(cache, placement, _DISK_KEY)),)
+    given = encryption.secret_ref
+    volume = {
+        "secretName": given.name,
+        "defaultMode": READABLE_BY_GROUP,
+        "items": [{"key": given.key, "path": DISK_KEY_FILE}],
+    }
+    return (Mount(_DISK_KEY, DISK_KEY_FOLDER, {"secret": volume}, read_only=True),)
 
 
 def _mount(name: str, folder: str, secret_name: str) -> Mount:

@@ -357,6 +357,13 @@ CONSISTENCY: tuple[Rule, ...] = (
     ),
     cel_rule(
         GatewaySpec,
+        "tls",
+        "!has(self.tls) || !(has(self.ingress) || has(self.httpRoute))",
+        "is set together with ingress or httpRoute, whose controllers send plain HTTP",
+        "keep one of them, and expose the gateway with service or a TLSRoute of your own",
+    ),
+    cel_rule(
+        GatewaySpec,
         "adminPort",
         "self.adminPort != self.port",
         "is the gateway's port, too",

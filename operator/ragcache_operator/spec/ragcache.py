@@ -337,6 +337,15 @@ class GatewayAuthSpec(ManifestModel):
     uses the file api-keys.toml in its data folder instead."""
 
 
+class GatewayTlsSpec(ManifestModel):
+    """GatewayTlsSpec names the certificate that the gateway shows to its clients."""
+
+    secret_name: ForeignName
+    """Secret of type kubernetes.io/tls with the certificate and its key, as cert-manager keeps it.
+    A change takes effect without a restart. Pods wait until it exists. `ragcache up` reads tls.crt
+    and tls.key in the folder gateway-tls in its data folder instead."""
+
+
 class GatewayAuditSpec(ManifestModel):
     """GatewayAuditSpec sets where the gateway records who read and changed which documents."""
 
@@ -366,6 +375,9 @@ class GatewaySpec(ManifestModel):
     oidc: Annotated[tuple[OidcIssuerSpec, ...], ServerList(8, kind="map")] = ()
     """Issuers of OpenID Connect. A caller may send a token of one of them in place of an API key.
     `ragcache up` then needs keys, too."""
+    tls: GatewayTlsSpec | None = None
+    """Serves HTTPS on port and adminPort, and no plain HTTP. If unset, both serve plain HTTP. It
+    cannot be combined with ingress or httpRoute, whose controllers send plain HTTP."""
     audit: GatewayAuditSpec | None = None
     """Records writes, deletes, reads of documents, backups and refused requests in an audit log. If
     unset, there is none. {} writes it to standard output. While it cannot be written, the gateway
@@ -551,6 +563,23 @@ class PrecisionSpec(ManifestModel):
     """Codec of attention values. The codecs are those of key."""
 
 
+class DiskKeySecret(SecretKey):
+    """DiskKeySecret selects one entry of a Secret that holds keys of the disk tier."""
+
+    key: SecretEntry = "keys"
+    """Key in the Secret's data that holds the keys."""
+
+
+class EncryptionSpec(ManifestModel):
+    """EncryptionSpec sets the encryption of the values on the volumes of the cache store."""
+
+    secret_ref: DiskKeySecret | None = None
+    """Secret with one key a line, each of 32 bytes or more in hex or base64, like those of
+    `openssl rand -hex 32`. The first one encrypts, and each one decrypts. A change takes effect
+    without a restart. If unset, the operator creates a Secret with one key. `ragcache up` keeps a
+    key in disk.key in its data folder instead."""
+
+
 class CacheStoreSpec(ManifestModel):
     """CacheStoreSpec sets the cache store, which holds variants in a memory tier and a disk
     tier."""
@@ -561,6 +590,10 @@ class CacheStoreSpec(ManifestModel):
     """Size of each shard's memory tier."""
     disk: StorageSpec = StorageSpec()
     """The volume of each shard's disk tier. Its size can grow, and its class is immutable."""
+    encryption: EncryptionSpec | None = None
+    """Encrypts the values of the disk tier (AES-256-GCM). {} does, with a key of the operator. If
+    unset, they are plain. A shard drops the values on its disk that it cannot decrypt, and plain
+    ones if it encrypts."""
     policy: PolicyName = "score"
     """Eviction policy of both tiers. score evicts the variant with the fewest decayed saved seconds
     per byte. lru evicts the least recently used variant. pgdsf and cachecraft are the policies of

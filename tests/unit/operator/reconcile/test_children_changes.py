@@ -104,6 +104,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "gateway.auth.secretRef.name": ("own", GATEWAY, ""),
     "gateway.auth.secretRef.key": ("own", GATEWAY, ""),
     "gateway.oidc": ([ISSUER], GATEWAY, "NetworkPolicy/gateway"),
+    "gateway.tls.secretName": ("two", GATEWAY, ""),
     "gateway.allowedHosts": (["b.example.com"], GATEWAY, ""),
     "gateway.allowedOrigins": (["https://b.example.com"], GATEWAY, ""),
     "gateway.ingress.host": ("b.example.com", GATEWAY, "Ingress/gateway"),
@@ -170,6 +171,8 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "cacheStore.memory": ("2Gi", STORE, ""),
     "cacheStore.disk.size": ("2Gi", STORE, ""),
     "cacheStore.disk.className": ("two", "", STORE),
+    "cacheStore.encryption.secretRef.name": ("two", STORE, ""),
+    "cacheStore.encryption.secretRef.key": ("two", STORE, ""),
     "cacheStore.policy": ("lru", STORE, ""),
     "cacheStore.admission": ("secondTouch", STORE, ""),
     "cacheStore.precision.key": ("packed", STORE, ""),
@@ -262,6 +265,11 @@ def base_of(path: str) -> Object:
     if path.startswith("gateway.httpRoute"):
         del spec["gateway"]["ingress"]
         spec["gateway"]["httpRoute"] = {"gateway": "one"}
+    if path.startswith("cacheStore.encryption"):
+        spec.setdefault("cacheStore", {})["encryption"] = {"secretRef": {"name": "one"}}
+    if path.startswith("gateway.tls"):
+        del spec["gateway"]["ingress"]
+        spec["gateway"]["tls"] = {"secretName": "one"}
     if path.startswith("gateway.service"):
         spec["gateway"]["service"] = {}
     if path == "trustedCA.key":
