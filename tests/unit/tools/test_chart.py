@@ -401,6 +401,12 @@ def test_with_given_namespaces_nothing_else_can_be_written() -> None:
         assert named == everywhere
 
 
+def test_the_operator_may_list_nodes_where_the_values_say_so() -> None:
+    objects = render({"rbac": {"readNodes": True}})
+    found = [rule for role, rule in rules(objects) if role["kind"] == "ClusterRole"]
+    assert found == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]}]
+
+
 def _without_name(rule: Object) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(rule[key]) for key in ("apiGroups", "resources", "verbs"))
 
