@@ -328,6 +328,13 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
 
 CONSISTENCY: tuple[Rule, ...] = (
     cel_rule(
+        ModelSpec,
+        "cache.claim",
+        "!has(self.cache) || !(self.source + '/').startsWith('pvc:' + self.cache.claim + '/')",
+        "is the claim of source, which pods mount read-only",
+        "use another claim, or leave out cache: such a model is not downloaded",
+    ),
+    cel_rule(
         ChunkingSpec,
         "overlap",
         "2 * self.overlap < self.size",

@@ -48,7 +48,16 @@ LONGEST_STRING = 3 * 1024 * 1024
 BYTES_PER_CHARACTER = 4
 # For each string that a rule reads, at least one of these texts matches the pattern.
 TEXTS = (
-    *("", "a", "bundled:tinyrag", "bundled:all-minilm-l6-v2", "hf:a", "path:a", "http://e/v1"),
+    *(
+        "",
+        "a",
+        "bundled:tinyrag",
+        "bundled:all-minilm-l6-v2",
+        "hf:a",
+        "path:a",
+        "pvc:a",
+        "http://e/v1",
+    ),
     "https://e/v1",
     *("5s", "10s", "--model", "--port", "--api-key", "--config", "--nnodes", "--revision"),
     *(
