@@ -1,7 +1,7 @@
 """Engines on GPUs wait for an extended resource, get it, and the object says so.
 
-No machine here has a GPU. The scheduler and the kubelet treat an extended resource in the node's
-status the same, whatever put it there: a device plugin, or these tests.
+The node has no GPU. The tests write the extended resource into its status, which the scheduler and
+the kubelet read, as a device plugin would.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +74,17 @@ def wait_for(platform: Platform, condition: str, status: str, reason: str) -> di
     return platform.condition(condition)
 
 
+def doctor(platform: Platform, folder: Path) -> str:
+    """Return what `ragcache doctor` says of the cluster for the object that is there."""
+    live = platform.cluster.get("ragcache", NAME, NAMESPACE)
+    wanted = {"metadata": {"name": NAME, "namespace": NAMESPACE}}
+    manifest = folder / "docs.yaml"
+    manifest.write_text(
+        json.dumps({**{key: live[key] for key in ("apiVersion", "kind", "spec")}, **wanted})
+    )
+    return platform.ragcache("doctor", "--file", str(manifest))
+
+
 def engines(platform: Platform) -> list[dict[str, Any]]:
     labels = f"app.kubernetes.io/instance={NAME},app.kubernetes.io/component=engine"
     return platform.cluster.get_all("pods", NAMESPACE, labels)
@@ -102,10 +114,11 @@ def test_with_too_few_gpus_one_engine_waits(platform: Platform) -> None:
     assert sorted(map(str, placed)) == ["None", NODE_NAME]
 
 
-def test_the_condition_clears_once_there_are_enough(platform: Platform) -> None:
+def test_the_condition_clears_once_there_are_enough(platform: Platform, tmp_path: Path) -> None:
     with step("two GPUs for two engines"):
         offer_gpus(platform.cluster, 2)
         wait_for(platform, "GPUsAvailable", "True", "Assigned")
+        assert "the nodes have 2, and the engines ask for 2" in doctor(platform, tmp_path)
     assert [pod["spec"]["nodeName"] for pod in engines(platform)] == [NODE_NAME] * 2
 
 

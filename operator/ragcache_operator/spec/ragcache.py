@@ -170,8 +170,8 @@ class ModelCacheSpec(ManifestModel):
     claim: ForeignName
     """Volume claim of this namespace, which engine pods mount writable. It holds the models of the
     hub, and what torch.compile and Triton compiled, so that a restart repeats neither. Several
-    engines need a claim that several nodes may mount, and may share one. Whoever can write to it
-    can run code in the engines. `ragcache up` uses the caches of this machine instead."""
+    engines need a claim that several nodes may mount, and may share one. A workload that can write
+    to it can run code in the engines. `ragcache up` uses the caches of this machine instead."""
 
 
 class ModelSpec(ManifestModel):
