@@ -3,9 +3,9 @@
 # Targets: gateway, retriever, engine, engine-cuda, cachestore, operator, tools.
 # tools/images builds the same images from this file without Docker, except for engine-cuda.
 #
-# A retriever on a GPU (no test builds it, and the operator offers none):
+# Retrievers with spec.retriever.gpu (no test builds the image):
 #   docker build --target retriever --build-arg EXTRA=retriever-gpu --build-arg TORCH=torch==2.13.0 \
-#       --build-arg TORCH_INDEX= .
+#       --build-arg TORCH_INDEX= --tag ragcache/retriever-cuda .
 
 # What every image builds its own package from.
 FROM python:3.11-slim-bookworm AS sources

@@ -118,7 +118,7 @@ def test_the_condition_clears_once_there_are_enough(platform: Platform, tmp_path
     with step("two GPUs for two engines"):
         offer_gpus(platform.cluster, 2)
         wait_for(platform, "GPUsAvailable", "True", "Assigned")
-        assert "the nodes have 2, and the engines ask for 2" in doctor(platform, tmp_path)
+        assert "the nodes have 2, and the object asks for 2" in doctor(platform, tmp_path)
     assert [pod["spec"]["nodeName"] for pod in engines(platform)] == [NODE_NAME] * 2
 
 

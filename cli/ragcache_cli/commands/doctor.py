@@ -130,7 +130,7 @@ def examine(spec: RagCacheSpec, data: Path) -> Iterator[Finding]:
     engine_fix = f"pip install 'ragcache[{_engine_extra(spec)}]'"
     yield importable("torch", engine_fix)
     yield from _unneeded()
-    if _on_gpu(spec):
+    if _on_gpu(spec) or spec.retriever.gpu is not None:
         yield _gpus(spec)
         yield loads("CUDA", f"import torch; {_ASSERT_CUDA}", engine_fix)
     if spec.own_engines:
@@ -144,19 +144,21 @@ async def _examine_cluster(spec: RagCacheSpec, choice: ClusterChoice) -> list[Fi
 
 
 def node_gpus(spec: RagCacheSpec, nodes: Sequence[Object]) -> Iterator[Finding]:
-    """Check whether nodes have the GPUs that the engines of a spec ask for together."""
+    """Check whether nodes have the GPUs that a spec asks for."""
     wanted: Counter[str] = Counter()
     for engine in spec.own_engines:
         if engine.device == "cuda":
             wanted[engine.gpu_or_default.resource] += engine.replicas
+    if spec.retriever.gpu is not None:
+        wanted[spec.retriever.gpu.resource] += spec.retriever.replicas
     capacity = gpu_capacity(nodes, frozenset(wanted))
     for resource, number in sorted(wanted.items()):
-        found = f"the nodes have {capacity[resource]}, and the engines ask for {number}"
+        found = f"the nodes have {capacity[resource]}, and the object asks for {number}"
         fix = ""
         if not capacity[resource]:
-            fix = "install the device plugin, or correct engines[].gpu.resource"
+            fix = "install the device plugin, or correct gpu.resource"
         elif capacity[resource] < number:
-            fix = "add nodes, or lower engines[].replicas"
+            fix = "add nodes, or lower replicas"
         yield Finding(resource, found, fix)
 
 

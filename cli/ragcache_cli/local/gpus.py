@@ -76,7 +76,7 @@ def gpus_for(spec: RagCacheSpec) -> Sequence[Gpu]:
     Raises:
         InvalidInput: This machine, or this Python, lacks what the spec asks for.
     """
-    if all(engine.device == "cpu" for engine in spec.engines):
+    if not _wanted(spec):
         return ()
     found = find_gpus()
     check_gpus(spec, len(found), _torch_version())
@@ -86,20 +86,23 @@ def gpus_for(spec: RagCacheSpec) -> Sequence[Gpu]:
 def check_gpus(spec: RagCacheSpec, num_gpus: int, torch_version: str) -> None:
     """Check that each group of engines on GPUs gets one, and that one build of vLLM serves all.
 
+    A retriever on a GPU gets one of its own, too.
+
     Args:
         torch_version: Of the installed torch, like ``2.13.0+cpu``. Empty if there is none.
 
     Raises:
         InvalidInput: There are too few, or torch computes on processors only.
     """
-    wanted = [i for i, engine in enumerate(spec.engines) if engine.device == "cuda"]
+    wanted = _wanted(spec)
     if num_gpus < len(wanted):
         raise InvalidInput(
-            f"spec.engines[{wanted[num_gpus]}].device",
-            f"is cuda, and {len(wanted)} groups need a GPU each: this machine has {num_gpus}",
-            "set device to cpu, or leave the group out",
+            wanted[num_gpus],
+            f"is one of {len(wanted)} fields that need a GPU each: this machine has {num_gpus}",
+            "use the processor for some of them, or leave them out",
         )
-    if on_cpu := [i for i, engine in enumerate(spec.engines) if _is_on_cpu(engine)]:
+    on_cpu = [i for i, engine in enumerate(spec.engines) if _is_on_cpu(engine)]
+    if on_cpu and any(engine.device == "cuda" for engine in spec.engines):
         raise InvalidInput(
             f"spec.engines[{on_cpu[0]}].device",
             "is cpu, and another group computes on a GPU: vLLM has a build for each",
@@ -107,10 +110,18 @@ def check_gpus(spec: RagCacheSpec, num_gpus: int, torch_version: str) -> None:
         )
     if torch_version.endswith("+cpu"):
         raise InvalidInput(
-            f"spec.engines[{wanted[0]}].device",
-            f"is cuda, and torch {torch_version} computes on processors only",
-            "pip install 'ragcache[engine-gpu]' in an environment of its own",
+            wanted[0],
+            f"asks for a GPU, and torch {torch_version} computes on processors only",
+            "install torch's CUDA build, which 'ragcache[engine-gpu]' does",
         )
+
+
+def _wanted(spec: RagCacheSpec) -> list[str]:
+    """Return the fields that ask for a GPU."""
+    engines = [
+        f"spec.engines[{i}].device" for i, one in enumerate(spec.engines) if one.device == "cuda"
+    ]
+    return engines if spec.retriever.gpu is None else [*engines, "spec.retriever.gpu"]
 
 
 def _is_on_cpu(engine: EngineSpec) -> bool:
@@ -130,7 +141,7 @@ def _torch_version() -> str:
 
 def _no_gpu(problem: str) -> InvalidInput:
     return InvalidInput(
-        "spec.engines[].device",
-        f"is cuda, and this machine has no NVIDIA GPU: {problem}",
-        "install the NVIDIA driver, or set device to cpu",
+        "spec",
+        f"asks for a GPU, and this machine has no NVIDIA GPU: {problem}",
+        "install the NVIDIA driver, or set engines[].device to cpu and leave out retriever.gpu",
     )

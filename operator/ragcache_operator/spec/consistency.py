@@ -302,6 +302,14 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "leave it out, or set source to the URL of an endpoint",
     ),
     cel_rule(
+        RetrieverSpec,
+        "gpu",
+        "!has(self.gpu) || !has(self.embedder) || !self.embedder.source.startsWith('http') || "
+        f"(has(self.reranker) && self.reranker.source == '{CROSS_ENCODER}')",
+        "is set, but no model runs in the retriever",
+        "leave it out, or use an embedder or a cross-encoder in the retriever",
+    ),
+    cel_rule(
         BackendSpec,
         "milvus",
         "!has(self.postgres) || !has(self.milvus)",

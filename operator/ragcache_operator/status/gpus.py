@@ -87,14 +87,14 @@ def _wait(
         return PodWait(
             NO_PLUGIN,
             f"{name}: no node has {resource}; install the device plugin that adds it to the nodes, "
-            "or correct engines[].gpu.resource",
+            "or correct gpu.resource",
         )
     said = _unscheduled(pod)
     known = "" if capacity is None else f"; the nodes have {capacity[resource]}"
     return PodWait(
         INSUFFICIENT,
         f"{name}: {said} (no node has a free {resource}{known}; add nodes, check the device "
-        "plugin, or correct engines[].gpu.resource)",
+        "plugin, or correct gpu.resource)",
     )
 
 

@@ -144,8 +144,8 @@ def test_an_engine_on_a_gpu_is_refused_on_a_machine_without_one(
         status, output, errors = desk.run("up", "-f", "docs.yaml", *words)
         assert status == 2
         assert (
-            "spec.engines[].device: is cuda, and this machine has no NVIDIA GPU: nvidia-smi is not "
-            "installed; install the NVIDIA driver, or set device to cpu"
+            "spec: asks for a GPU, and this machine has no NVIDIA GPU: nvidia-smi is not "
+            "installed; install the NVIDIA driver, or"
         ) in output + errors
     assert read_record(desk.data) is None
 

@@ -66,7 +66,9 @@ def test_a_machine_without_a_driver_runs_no_engine_on_a_gpu(
     with pytest.raises(InvalidInput) as refused:
         gpus_for(make_cache(engines=engines("cpu", "cuda")).spec)
     assert refused.value.problem.endswith("no NVIDIA GPU: nvidia-smi is not installed")
-    assert refused.value.fix == "install the NVIDIA driver, or set device to cpu"
+    assert refused.value.fix.startswith("install the NVIDIA driver, or set engines[].device to cpu")
+    with pytest.raises(InvalidInput, match="no NVIDIA GPU"):
+        gpus_for(make_cache(retriever={"gpu": {}}).spec)
 
 
 def test_each_group_needs_a_gpu_of_its_own() -> None:
@@ -75,6 +77,14 @@ def test_each_group_needs_a_gpu_of_its_own() -> None:
     check_gpus(spec, 2, "2.13.0")
     with pytest.raises(InvalidInput, match=r"engines\[2\].device.*this machine has 1"):
         check_gpus(spec, 1, "2.13.0")
+
+
+def test_a_retriever_on_a_gpu_has_its_own() -> None:
+    spec = make_cache(engines=engines("cuda"), retriever={"gpu": {}}).spec
+    check_gpus(spec, 2, "2.13.0")
+    with pytest.raises(InvalidInput, match=r"spec.retriever.gpu.*this machine has 1"):
+        check_gpus(spec, 1, "2.13.0")
+    check_gpus(make_cache(engines=engines("cpu"), retriever={"gpu": {}}).spec, 1, "2.13.0")
 
 
 def test_one_machine_has_one_build_of_vllm() -> None:

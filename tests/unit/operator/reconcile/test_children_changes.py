@@ -132,6 +132,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "retriever.embedder.model": ("two", RETRIEVER, ""),
     "retriever.embedder.keySecret.name": ("two", RETRIEVER, ""),
     "retriever.embedder.keySecret.key": ("two", RETRIEVER, ""),
+    "retriever.gpu.resource": ("nvidia.com/mig-1g.10gb", RETRIEVER, ""),
     "retriever.chunking.size": (128, RETRIEVER, ""),
     "retriever.chunking.overlap": (16, RETRIEVER, ""),
     "retriever.chunking.window": (2, RETRIEVER, ""),
@@ -272,6 +273,8 @@ def base_of(path: str) -> Object:
         spec["proxy"] = {"https": "http://one.example.com:3128"}
     if path.startswith(("engines.device", "engines.gpu")):
         spec["engines"][0]["device"] = "cuda"
+    if path.startswith("retriever.gpu"):
+        spec["retriever"] = {"gpu": {}}
     if path == "engines.role":
         spec["engines"].append({"name": "more"})
     if path.startswith(("engines.url", "engines.keySecret", "engines.servedName")):
