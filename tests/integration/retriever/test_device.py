@@ -11,14 +11,16 @@ from ragcache_retriever.__main__ import make_embedder, make_reranker
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_wire.settings import RetrieverSettings
 from tests.kit.embedding_models import write_model_files
+from tests.kit.settings import read_settings
 
 torch = pytest.importorskip("torch")
 
 
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RetrieverSettings:
+def settings(tmp_path: Path) -> RetrieverSettings:
     """Settings of a retriever on a GPU, with an embedder and a cross-encoder of a folder."""
     folder = write_model_files(tmp_path / "model")
+    (tmp_path / "keys").write_text(f"{bytes(32).hex()}\n")
     given = {
         "LISTEN": "127.0.0.1:0",
         "DATA_DIR": str(tmp_path),
@@ -29,9 +31,8 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RetrieverSettin
         "RERANKER_MODEL": str(folder),
         "DEVICE": "cuda",
     }
-    for name, value in given.items():
-        monkeypatch.setenv(f"RAGCACHE_{name}", value)
-    return RetrieverSettings()
+    variables = {f"RAGCACHE_{name}": value for name, value in given.items()}
+    return read_settings(RetrieverSettings, variables)
 
 
 async def test_without_a_gpu_both_models_are_refused(

@@ -166,7 +166,9 @@ def test_findings_come_with_a_fix_or_none() -> None:
     assert "kvMemory" in tight.fix
     theirs = RagCacheSpec(engines=(EngineSpec(url="http://vllm:8000"),))
     assert doctor.memory(theirs, 4 * gib).found == "4.0 GiB free, about 3.0 GiB needed"
-    on_gpu = RagCacheSpec(engines=(EngineSpec(device="cuda", hostTier="8Gi"),))
+    on_gpu = RagCacheSpec(
+        engines=(EngineSpec.model_validate({"device": "cuda", "hostTier": "8Gi"}),)
+    )
     assert doctor.memory(on_gpu, 64 * gib).found == "64.0 GiB free, about 21.0 GiB needed"
     assert doctor.disk(Path("data"), 50 * gib).is_well
     assert not doctor.disk(Path("data"), gib).is_well

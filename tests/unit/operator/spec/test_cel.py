@@ -387,8 +387,7 @@ def samples(schema: Schema) -> list[Any]:
                 {name: value}
                 for name, field in fields.items()
                 if name not in required
-                and (field.get("type") in ("object", "boolean") or "enum" in field)
-                for value in (field["enum"] if "enum" in field else samples(field)[:1])
+                for value in _optional_samples(field)
             ]
             return [with_defaults(required | one, schema) for one in ({}, *optional)]
         case "array":
@@ -399,6 +398,15 @@ def samples(schema: Schema) -> list[Any]:
     return [
         text for text in TEXTS if len(text) >= fewest and re.search(schema.get("pattern", ""), text)
     ]
+
+
+def _optional_samples(field: Schema) -> list[Any]:
+    """Return values of a field of an object, among them each text that could be its default."""
+    if "enum" in field:
+        return list(field["enum"])
+    if field.get("type") == "string":
+        return samples(field) if "default" in field else []
+    return samples(field)[:1] if field.get("type") in ("object", "boolean") else []
 
 
 @kinds
