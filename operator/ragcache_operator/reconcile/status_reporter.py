@@ -179,21 +179,13 @@ class StatusReporter:
     async def _gpu_capacity(
         self, pods: Sequence[Object], state: ReconcileState
     ) -> dict[str, int] | None:
-        """Return how many of the extended resources that pods wait for the nodes have.
-
-        None if the operator may not read nodes: a chart can leave that permission out.
-        """
+        """Return how many of the extended resources that pods wait for the nodes have, or None."""
         resources = awaited_resources(pods)
         if not resources:
             state.gpu_capacity, state.next_nodes_s = None, 0.0
         elif time.monotonic() >= state.next_nodes_s:
             state.next_nodes_s = time.monotonic() + NODES_POLL_S
-            try:
-                nodes = (await self._api.list(NODES)).items
-            except ApiError:
-                state.gpu_capacity = None
-            else:
-                state.gpu_capacity = gpu_capacity(nodes, resources)
+            state.gpu_capacity = await read_gpu_capacity(self._api, resources)
         return state.gpu_capacity
 
     async def _startup_progress(self, owner: Owner, pods: Sequence[Object]) -> dict[str, str]:
@@ -265,6 +257,17 @@ class StatusReporter:
         if await write_status(self._api, body, status):
             for event in events_for(before, status["conditions"]):
                 post_event(event)
+
+
+async def read_gpu_capacity(api: Api, resources: frozenset[str]) -> dict[str, int] | None:
+    """Return how many of each extended resource the nodes have together.
+
+    None if the operator may not list nodes, which the chart's values decide.
+    """
+    try:
+        return gpu_capacity((await api.list(NODES)).items, resources)
+    except ApiError:
+        return None
 
 
 def port_address(pod: Object, name: str) -> str | None:

@@ -43,7 +43,12 @@ EVERYTHING: Object = {
         "repository": "mirror/ragcache",
         "tag": "1.2.3",
         "digest": f"sha256:{'0' * 64}",
-        "digests": {"engine": f"sha256:{'1' * 64}", "tools": f"sha256:{'2' * 64}"},
+        "digests": {
+            "engine": f"sha256:{'1' * 64}",
+            "engine-cuda": f"sha256:{'3' * 64}",
+            "retriever-cuda": f"sha256:{'4' * 64}",
+            "tools": f"sha256:{'2' * 64}",
+        },
         "pullPolicy": "Always",
     },
     "imagePullSecrets": [{"name": "pull"}],
@@ -333,6 +338,8 @@ def test_a_digest_of_the_chart_pins_the_image_of_a_component() -> None:
     placement = Installation(config, Capabilities.latest(), keys).placement(cache, "uid")
     images = "registry.example:5000/mirror/ragcache"
     assert placement.image("engine") == f"{images}/engine@sha256:{'1' * 64}"
+    assert placement.image("engine-cuda") == f"{images}/engine-cuda@sha256:{'3' * 64}"
+    assert placement.image("retriever-cuda") == f"{images}/retriever-cuda@sha256:{'4' * 64}"
     assert placement.image("tools") == f"{images}/tools@sha256:{'2' * 64}"
     assert placement.image("gateway") == f"{images}/gateway:1.2.3"
     assert placement.issuer_networks == ("10.2.0.0/16",)
