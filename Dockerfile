@@ -3,8 +3,9 @@
 # Targets: gateway, retriever, engine, engine-cuda, cachestore, operator, tools.
 # tools/images builds the same images from this file without Docker, except for engine-cuda.
 #
-# A retriever on a GPU (no test builds it, and the operator offers none):
-#   docker build --target retriever --build-arg EXTRA=retriever-gpu --build-arg TORCH_INDEX= .
+# Retrievers with spec.retriever.gpu (no test builds the image):
+#   docker build --target retriever --build-arg EXTRA=retriever-gpu --build-arg TORCH_INDEX= \
+#       --tag ragcache/retriever-cuda .
 # after `python -m tools.pins retriever-gpu`, which writes its requirements.
 #
 # pip installs the files alone whose hashes are in requirements/. They are those of Linux on x86-64

@@ -17,6 +17,7 @@ from typing import Self
 import psutil
 
 from ragcache_cli.local.component import LocalComponent, Prober, components_from
+from ragcache_cli.local.gpus import gpus_for
 from ragcache_cli.local.key_files import (
     certificate_files,
     demand_gateway_certificate,
@@ -89,7 +90,8 @@ class LocalPlatform:
         progress: Called in the event loop with each change of a component's phase.
 
     Raises:
-        InvalidInput: A port or the data folder is in use, or the model does not exist.
+        InvalidInput: A port or the data folder is in use, the model does not exist, or this machine
+            lacks a GPU that the object asks for.
         ComponentFailed: A component does not start.
         Unavailable: The components were not ready after ``start_timeout_s``, or the gateway could
             not answer questions.
@@ -200,7 +202,8 @@ class LocalPlatform:
         await self._finish()
 
     async def _prepare(self) -> None:
-        """Lock the folder, choose the ports, build the components and start them."""
+        """Lock the folder, choose GPUs and ports, build the components and start them."""
+        gpus = await asyncio.to_thread(gpus_for, self._cache.spec)
         (self._data / "logs").mkdir(parents=True, exist_ok=True)
         # The folder is private: its socket gives access to the store's memory, and its key signs
         # plans that engines accept.
@@ -230,7 +233,8 @@ class LocalPlatform:
         if self._cache.spec.cache_store.encryption is not None:
             ensure_key(Path(placement.disk_key_file()))
         children = build_children(self._cache, placement)
-        for component in components_from(children, self._cache.metadata.name):
+        devices = [gpu.device for gpu in gpus]
+        for component in components_from(children, self._cache.metadata.name, devices):
             self._supervisors.append(self._make_supervisor(component))
         for supervisor in self._supervisors:
             self._tasks[supervisor] = asyncio.create_task(

@@ -47,6 +47,7 @@ MODEL_FOLDER: Final = "/model"
 EMBEDDER_FOLDER: Final = "/embedder"
 CROSS_ENCODER_FOLDER: Final = "/cross-encoder"
 """Mount paths of the volumes with models."""
+MODEL_CACHE_FOLDER: Final = "/model-cache"
 
 
 def model_folder(number: int) -> str:

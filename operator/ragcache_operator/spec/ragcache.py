@@ -164,6 +164,16 @@ def _model_source(text: str) -> str:
     return text
 
 
+class ModelCacheSpec(ManifestModel):
+    """ModelCacheSpec sets where engines keep what they downloaded and compiled."""
+
+    claim: ForeignName
+    """Volume claim of this namespace, which engine pods mount writable. It holds the models of the
+    hub, and what torch.compile and Triton compiled, so that a restart repeats neither. Several
+    engines need a claim that several nodes may mount, and may share one. A workload that can write
+    to it can run code in the engines. `ragcache up` uses the caches of this machine instead."""
+
+
 class ModelSpec(ManifestModel):
     """ModelSpec sets the model that the engines serve."""
 
@@ -197,6 +207,9 @@ class ModelSpec(ManifestModel):
     name, like 8B, at two bytes each, or four with float32. Without such a number it is 0. An engine
     whose request does not hold the real weights does not start, and reports their size. Nothing
     corrects a guess that is too high."""
+    cache: ModelCacheSpec | None = None
+    """Keeps downloads and compiled code of the engines across restarts. If unset, each start of an
+    engine pod downloads an hf: model again, and compiles again on a GPU."""
 
     @property
     def parsed_source(self) -> ModelSource:

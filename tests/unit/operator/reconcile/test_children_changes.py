@@ -73,6 +73,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "model.maxLength": (1024, f"{ENGINE} {GATEWAY}", ""),
     "model.dtype": ("float16", f"{ENGINE} {GATEWAY}", ""),
     "model.weights": ("16Gi", ENGINE, ""),
+    "model.cache.claim": ("two", ENGINE, ""),
     "tls.enabled": (False, f"{ENGINE} {GATEWAY} {RETRIEVER} {STORE}", "Certificate/tls"),
     "tls.issuerRef.name": ("two", "", "Certificate/tls"),
     "tls.issuerRef.kind": ("ClusterIssuer", "", "Certificate/tls"),
@@ -132,6 +133,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "retriever.embedder.model": ("two", RETRIEVER, ""),
     "retriever.embedder.keySecret.name": ("two", RETRIEVER, ""),
     "retriever.embedder.keySecret.key": ("two", RETRIEVER, ""),
+    "retriever.gpu.resource": ("nvidia.com/mig-1g.10gb", RETRIEVER, ""),
     "retriever.chunking.size": (128, RETRIEVER, ""),
     "retriever.chunking.overlap": (16, RETRIEVER, ""),
     "retriever.chunking.window": (2, RETRIEVER, ""),
@@ -153,6 +155,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "engines.model.maxLength": (512, f"{ENGINE} {GATEWAY}", ""),
     "engines.model.dtype": ("float32", f"{ENGINE} {GATEWAY}", ""),
     "engines.model.weights": ("5Gi", ENGINE, ""),
+    "engines.model.cache.claim": ("two", ENGINE, ""),
     "engines.replicas": (2, "", f"{ENGINE} {ENGINE_SCALER}"),
     "engines.device": ("cpu", ENGINE, ""),
     "engines.gpu.resource": ("nvidia.com/mig-3g.40gb", ENGINE, ""),
@@ -278,6 +281,8 @@ def base_of(path: str) -> Object:
         spec["proxy"] = {"https": "http://one.example.com:3128"}
     if path.startswith(("engines.device", "engines.gpu")):
         spec["engines"][0]["device"] = "cuda"
+    if path.startswith("retriever.gpu"):
+        spec["retriever"] = {"gpu": {}}
     if path == "engines.role":
         spec["engines"].append({"name": "more"})
     if path.startswith(("engines.url", "engines.keySecret", "engines.servedName")):
