@@ -22,7 +22,7 @@ from ragcache_gateway.documents.delete_sender import DeleteSender
 from ragcache_gateway.documents.writer import DeletedDocument
 from ragcache_kv.store_client.async_sharded import AsyncShardedStore
 from ragcache_wire.clients.retriever_client import RetrieverClient
-from ragcache_wire.rest_fields.fields import Text
+from ragcache_wire.rest_fields.fields import Count, Text
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 NOT_CHECKED: Final = (
@@ -40,7 +40,7 @@ _Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,32}$")]
 class ReceiptDelete(BaseModel):
     """One delete that every shard applies."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     token_digests: list[_Hex] = Field(description="Of the chunks whose KV is deleted.")
@@ -51,14 +51,14 @@ class ReceiptDelete(BaseModel):
 class ErasureReceipt(BaseModel):
     """What a delete has removed. It has no text of the document."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     object: Literal["erasure.receipt"] = "erasure.receipt"
     collection: Text
     id: Text
-    made_at_ms: int = Field(description="Unix time of the answer, in milliseconds.")
+    made_at_ms: Count = Field(description="Unix time of the answer, in milliseconds.")
     deletes: list[ReceiptDelete]
-    shards: list[int | None] = Field(
+    shards: list[Count | None] = Field(
         description="Variants that each shard has removed, in the order of their addresses; null: "
         "it has not acknowledged yet."
     )
