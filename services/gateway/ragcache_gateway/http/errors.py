@@ -15,7 +15,14 @@ from starlette.responses import JSONResponse
 
 from ragcache_core.access.caller import NotAllowed, Scope
 from ragcache_core.cost.retry_after import jitter
-from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+from ragcache_core.errors import (
+    InvalidInput,
+    NotFound,
+    RagCacheError,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+)
 from ragcache_gateway.admission.refusal import Refused
 from ragcache_gateway.shown_address import shown
 
@@ -25,6 +32,9 @@ UNION_TAG = "~"
 """First character of the schema's union tags, which pydantic adds to paths. No field has it."""
 
 _SHOWN_CHARS = 60
+
+_KEY_CHANGE_S = 5.0
+"""When all parts may have the same signing keys again."""
 
 _PROBLEMS = {
     "missing": ("is missing", "add it"),
@@ -208,6 +218,10 @@ def to_http(error: RagCacheError, recovery_s: float = 0.0) -> HttpError:
                 code=f"{error.component}_unavailable",
             )
             http = HttpError(503, body, retry_headers(max(error.retry_after_s, recovery_s)))
+        case Unauthenticated():  # another part refuses this gateway's token; keys may be changing
+            text = f"a part of the platform refuses this gateway: {shown(str(error))}; try again"
+            body = error_body(text, "service_unavailable_error", code="platform_key_refused")
+            http = HttpError(503, body, retry_headers(max(_KEY_CHANGE_S, recovery_s)))
         case Refused():
             body = error_body(shown(str(error)), error.kind, error.field, error.reason)
             headers = retry_headers(error.retry_after_s, is_predicted=error.is_predicted)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
+from ragcache_core.errors import (
+    InvalidInput,
+    NotFound,
+    RagCacheError,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+)
 from ragcache_core.scheduling.admission import RefusalCode
 from ragcache_gateway.admission.refusal import Refused
 from ragcache_gateway.http.errors import from_status, to_http, value_path
@@ -17,6 +24,7 @@ from ragcache_gateway.http.errors import from_status, to_http, value_path
         (TooLarge("body", "is over", "send less"), 413, "too_large"),
         (NotFound("document", "x", "list them"), 404, "document_not_found"),
         (Unavailable("engine", "is away", 2.5), 503, "engine_unavailable"),
+        (Unauthenticated("token", "is not signed", "set it"), 503, "platform_key_refused"),
         (Refused(RefusalCode.POOL_FULL, "busy", 3.0), 429, "too_many_requests"),
         (Refused(RefusalCode.DEADLINE_PASSED, "late", 3.0, "f"), 504, "deadline_passed"),
         (Refused(RefusalCode.QUOTA, "used up", 9.0, is_predicted=False), 429, "quota_exceeded"),
