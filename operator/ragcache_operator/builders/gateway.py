@@ -16,7 +16,7 @@ from ragcache_operator.builders.keys import (
     uses_keys,
 )
 from ragcache_operator.builders.metadata import Object
-from ragcache_operator.builders.model import HUB_START_S, model_environment, model_mounts
+from ragcache_operator.builders.model import model_environment, model_mounts
 from ragcache_operator.builders.placement import (
     AUDIT_FOLDER,
     LIMITS_FILE,
@@ -72,9 +72,6 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
         gateway.replicas, gateway.autoscaling.max_replicas
     )
     endpoints = (HTTP, ADMIN) if placement.is_cluster else (HTTP,)
-    # The gateway reads the weights for their fingerprint. From the hub, it downloads them first.
-    from_hub = any(model.parsed_source.kind == "hf" for model in models)
-    start_s = HUB_START_S if from_hub else _START_S
     workload = Workload(
         component=COMPONENT,
         name=COMPONENT,
@@ -83,7 +80,7 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
         ports=(*(endpoint.port for endpoint in endpoints), METRICS.port),
         # Clients that fill the first port must not end the pod.
         probes=Probes(
-            placement.bind_address(endpoints[-1]).port, "/healthz", "/readyz", start_s=start_s
+            placement.bind_address(endpoints[-1]).port, "/healthz", "/readyz", start_s=_START_S
         ),
         resources=resources(
             DerivedResources("100m", _memory_bytes(len(models))), gateway.resources
