@@ -1,11 +1,9 @@
 # All images of RagCache, one target each:
 #   docker build --target gateway --tag ragcache/gateway .
-# Targets: gateway, retriever, engine, cachestore, operator, tools.
-# tools/images builds the same images from this file without Docker.
+# Targets: gateway, retriever, engine, engine-cuda, cachestore, operator, tools.
+# tools/images builds the same images from this file without Docker, except for engine-cuda.
 #
-# GPU images (no test builds them, and the operator offers engines on CPUs only):
-#   docker build --target engine --build-arg EXTRA=engine-gpu --build-arg TORCH_INDEX= \
-#       --build-arg UNUSED= --build-arg PACKAGES="libnuma1 g++" --build-arg TORCH_COMPILE_DISABLE=0 .
+# A retriever on a GPU (no test builds it, and the operator offers none):
 #   docker build --target retriever --build-arg EXTRA=retriever-gpu --build-arg TORCH=torch==2.13.0 \
 #       --build-arg TORCH_INDEX= .
 
@@ -108,6 +106,35 @@ COPY --from=bundled-models /models /models
 ARG TORCH_COMPILE_DISABLE=1
 ENV TORCH_COMPILE_DISABLE=$TORCH_COMPILE_DISABLE
 LABEL org.opencontainers.image.title="RagCache engine" \
+    org.opencontainers.image.description="vLLM with the KV connector of RagCache" \
+    org.opencontainers.image.version="$VERSION"
+EXPOSE 8000 50051 9464
+ENTRYPOINT ["python", "-m", "ragcache_engine.start"]
+
+# Engines with device cuda. vLLM's own image has CUDA, torch and the compilers of its kernels. It
+# also has every dependency of the engine but two, which have none themselves.
+FROM vllm/vllm-openai:v0.32.0 AS engine-cuda
+ARG VERSION=dev
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
+COPY core core
+COPY wire wire
+COPY kv kv
+COPY services/engine services/engine
+RUN python3 -m pip install --no-cache-dir --no-deps --constraint constraints.txt \
+        . grpcio-health-checking xxhash \
+    && ln -sf "$(command -v python3)" /usr/local/bin/python \
+    && groupadd --gid 10001 ragcache \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp ragcache
+COPY models/tinyrag/model /models/tinyrag
+COPY --from=bundled-models /models /models
+ENV PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    HOME=/tmp
+WORKDIR /tmp
+USER 10001:10001
+LABEL org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.title="RagCache engine for NVIDIA GPUs" \
     org.opencontainers.image.description="vLLM with the KV connector of RagCache" \
     org.opencontainers.image.version="$VERSION"
 EXPOSE 8000 50051 9464

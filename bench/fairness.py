@@ -1,7 +1,7 @@
 """Measures what one tenant's flood costs another tenant that asks once a second.
 
 Gateway, retriever and cache store are the real processes. The engine is simulated, as in
-``bench/cluster.py``, or vLLM with ``--real``. Tenant ``red`` has 400 connections, each of which
+``bench/cluster.py``, or vLLM with ``--real``. Tenant ``red`` has 400 connections. Each
 sends its next request as soon as it has a response and ignores ``Retry-After``. Tenant ``blue``
 asks once a second and comes again when ``Retry-After`` says. Its latency counts from the planned
 time of a question to the end of its answer, with all waits between attempts. ``blue`` asks alone
@@ -33,11 +33,11 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import numpy as np
 
 from bench.support.answers.platform import Platform as Rest
 from bench.support.answers.question_sets import QuestionSet
+from bench.support.api_keys import headers, key
 from bench.support.cluster import processes
 from bench.support.cluster.engine_times import a100
 from bench.support.cluster.open_loop import CHAT, TIMEOUT_S, Answered, ask
@@ -45,7 +45,7 @@ from bench.support.cluster.processes import Platform, PlatformSpec, simulated_mo
 from bench.support.cluster.questions import known_questions
 from bench.support.gateway_load.simulated_parts import http_request
 from bench.support.program import options, print_figures, say
-from ragcache_core.access.key_file import hash_text, key_of
+from ragcache_core.access.key_file import hash_text
 
 SEED: Final = 1
 CONNECTIONS: Final = 400
@@ -98,16 +98,6 @@ class Seen:
         """Return the p90 of the times to the first token, and to the end."""
         first_s, total_s = (np.quantile(times, 0.9) for times in (self.first_s, self.total_s))
         return float(first_s), float(total_s)
-
-
-def key(name: str) -> str:
-    """Return the API key of a tenant."""
-    return key_of(name.encode().ljust(32, b"-"))
-
-
-def headers(name: str) -> dict[str, str]:
-    """Return the headers of a tenant's requests."""
-    return {"Authorization": f"Bearer {key(name)}"}
 
 
 def write_keys(file: Path) -> Path:
@@ -175,17 +165,8 @@ def start(platform: Platform, known: QuestionSet, *, is_real: bool) -> int:
     else:
         platform.simulate_engines(a100(LINK_GBITS, CACHE_TOKENS).scaled(SCALE))
     platform.wait("retriever", *(engine.name for engine in engines))
-    keys = write_keys(platform.data / "keys.toml")
-    platform.start("gateway", RAGCACHE_API_KEYS_FILE=str(keys))
-    platform.wait("gateway")
-    port = platform.port("gateway")
-    url = f"http://127.0.0.1:{port}"
-
-    def is_ready() -> bool:
-        return httpx.get(f"{url}/v1/status", headers=headers(ADMIN)).is_success
-
-    platform.services["gateway"].wait_until("ready", is_ready)
-    rest = Rest(url, headers(ADMIN))
+    port = platform.start_gateway(write_keys(platform.data / "keys.toml"), ADMIN)
+    rest = Rest(f"http://127.0.0.1:{port}", headers(ADMIN))
     rest.put_collection(known.name, {}, known.documents)
     rest.close()
     return port

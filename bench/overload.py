@@ -36,18 +36,18 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import numpy as np
 
 from bench.support.answers.platform import Platform as Rest
 from bench.support.answers.question_sets import QuestionSet
+from bench.support.api_keys import headers, key
 from bench.support.cluster import processes
 from bench.support.cluster.engine_times import EngineTimes, a100
 from bench.support.cluster.open_loop import CHAT, Answered, Asked, ask
 from bench.support.cluster.processes import Platform, PlatformSpec, simulated_model
 from bench.support.cluster.questions import known_questions, skewed
 from bench.support.program import options, print_figures, say
-from ragcache_core.access.key_file import hash_text, key_of
+from ragcache_core.access.key_file import hash_text
 
 SEED: Final = 1
 TOP_K: Final = 3
@@ -127,16 +127,6 @@ class Sizes:
 
 FULL: Final = Sizes(8, 6.0, 60.0, 60.0, (0.9, 1.0, 1.1), 60.0, 120.0)
 QUICK: Final = Sizes(4, 3.0, 8.0, 8.0, (1.0,), 9.0, 14.0)
-
-
-def key(name: str) -> str:
-    """Return the API key of a tenant."""
-    return key_of(name.encode().ljust(32, b"-"))
-
-
-def headers(name: str) -> dict[str, str]:
-    """Return the headers of a tenant's requests."""
-    return {"Authorization": f"Bearer {key(name)}"}
 
 
 def write_keys(file: Path) -> Path:
@@ -324,20 +314,12 @@ def start(platform: Platform, times: EngineTimes, known: QuestionSet, limit_s: f
     platform.wait("cachestore")
     platform.simulate_engines(times)
     platform.wait("retriever", *(engine.name for engine in platform.of("engine")))
-    platform.start(
-        "gateway",
-        RAGCACHE_API_KEYS_FILE=str(write_keys(platform.data / "keys.toml")),
+    port = platform.start_gateway(
+        write_keys(platform.data / "keys.toml"),
+        ADMIN,
         RAGCACHE_SLO_FIRST_TOKEN_MS=str(round(1e3 * limit_s)),
     )
-    platform.wait("gateway")
-    port = platform.port("gateway")
-    url = f"http://127.0.0.1:{port}"
-
-    def is_ready() -> bool:
-        return httpx.get(f"{url}/v1/status", headers=headers(ADMIN)).is_success
-
-    platform.services["gateway"].wait_until("ready", is_ready)
-    rest = Rest(url, headers(ADMIN))
+    rest = Rest(f"http://127.0.0.1:{port}", headers(ADMIN))
     rest.put_collection(known.name, {}, known.documents)
     rest.close()
     return port

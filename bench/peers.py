@@ -2,14 +2,15 @@
 
 All parts are real processes on loopback: a gateway, stand-ins of the retriever and of the engine's
 records with the servers of the real ones, and a simulated engine that answers at once. ``secure``
-has signing keys, so each call carries a token and each connection of the data port a proof.
-``plain`` has none. A question retrieves 8 chunks of 250 tokens. Both are asked in short turns.
+has signing keys and certificates: each call carries a token, each connection of the data port a
+proof, and all connections are encrypted with TLS. ``plain`` has neither. A question retrieves 8
+chunks of 250 tokens. Both are asked in short turns.
 
-- ``secure_over_plain``: answers a second with keys over without, of the median turns, and its 95 %
+- ``secure_over_plain``: answers a second of secure over plain, of the median turns, and its 95 %
   interval by a bootstrap over the turns. ``plain_over_secure_cpu`` compares the CPU time of a
   question in the gateway and the stand-ins, which other programs on the machine change less.
-- ``data_port_bytes_per_s``: values of 8 MiB that a client reads from a store with keys over TCP,
-  and ``data_port_secure_over_plain`` beside a store without keys.
+- ``data_port_bytes_per_s``: values of 8 MiB that a client reads from the secure store over TCP, and
+  ``data_port_plain_bytes_per_s`` from the plain one; ``data_port_secure_over_plain`` is the ratio.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from bench.support.gateway_load.simulated_parts import (
 )
 from bench.support.program import is_quick, print_figures
 from harness.processes import Service, free_port
+from ragcache_cli.local.key_files import certificate_files
 
 QUESTIONS: Final = 16
 """Questions of one turn."""
@@ -51,17 +53,21 @@ def main() -> None:
 
 
 def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
-    keys = folder / "keys"
+    keys, certificates = folder / "keys", folder / "tls"
     keys.write_text(f"{'a1' * 32}\n")
-    answered = uvloop.run(measure_answers(folder, keys, QUICK_TURNS if quick else FULL_TURNS))
-    return answered | measure_reads(folder, keys, QUICK_READS if quick else FULL_READS)
+    secure = {"RAGCACHE_SIGNING_KEY_FILE": str(keys), "RAGCACHE_TLS_DIR": str(certificates)}
+    with certificate_files(certificates, "bench.ragcache.internal"):
+        answered = uvloop.run(measure_answers(folder, secure, QUICK_TURNS if quick else FULL_TURNS))
+        return answered | measure_reads(folder, secure, QUICK_READS if quick else FULL_READS)
 
 
-async def measure_answers(folder: Path, keys: Path, num_turns: int) -> dict[str, Any]:
+async def measure_answers(
+    folder: Path, secure: Mapping[str, str], num_turns: int
+) -> dict[str, Any]:
     """Return the figures of answers. Each turn asks both platforms, in alternating order."""
     settings: Mapping[str, Mapping[str, str]] = {
         "plain": {},
-        "secure": {"RAGCACHE_SIGNING_KEY_FILE": str(keys)},
+        "secure": secure,
     }
     with ExitStack() as stack:
         requests: dict[str, tuple[int, bytes]] = {}
@@ -113,13 +119,14 @@ def used_s(services: Sequence[Service]) -> float:
     return sum(one.cpu_s() for one in services)
 
 
-def measure_reads(folder: Path, keys: Path, num_turns: int) -> dict[str, Any]:
+def measure_reads(folder: Path, secure: Mapping[str, str], num_turns: int) -> dict[str, Any]:
     """Return the figures of the data port. Each turn reads from both stores."""
     buffer = memoryview(bytearray(VALUE_BYTES))
     value = memoryview(np.random.default_rng(0).bytes(VALUE_BYTES))
     with ExitStack() as stack:
         stores = {}
-        for name, given in (("plain", None), ("secure", keys)):
+        peers: Mapping[str, Mapping[str, str]] = {"plain": {}, "secure": secure}
+        for name, given in peers.items():
             (folder / f"{name}-store").mkdir()
             store = stack.enter_context(closing(RagCacheSocket(folder / f"{name}-store", given)))
             for number in range(READS):
@@ -136,6 +143,7 @@ def measure_reads(folder: Path, keys: Path, num_turns: int) -> dict[str, Any]:
     plain_s, secure_s = (float(np.median(seconds[name])) for name in ("plain", "secure"))
     return {
         "data_port_bytes_per_s": round(READS * VALUE_BYTES / secure_s),
+        "data_port_plain_bytes_per_s": round(READS * VALUE_BYTES / plain_s),
         "data_port_secure_over_plain": round(plain_s / secure_s, 4),
     }
 

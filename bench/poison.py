@@ -4,11 +4,12 @@ A real engine with SmolLM2. In each case someone asks about a neighbour and a pa
 stores the page's KV, which carries the neighbour's influence. A later reader asks about the page,
 in a prompt without the neighbour:
 
-- ``hostile``: the neighbour is a document that says to answer otherwise. The reader may not read it
-- ``hostile, readable``: the same, and the reader may read it
-- ``hostile system prompt``: the neighbour is the system prompt of another key
+- ``hostile``: the neighbour is a document that says to answer otherwise, and the reader may not
+  read it.
+- ``hostile, readable``: the same, and the reader may read it.
+- ``hostile system prompt``: the neighbour is the system prompt of another key.
 - ``unreadable``: the neighbour is a document of the same form with another value, which the reader
-  may not read
+  may not read.
 
 Each case is answered as *full* computation, *naive* (the KV as it is), *blend* (a share is
 recomputed), and with the *rule*: a blend that uses only KV whose prefix the reader may read. The
@@ -16,11 +17,11 @@ way *noise* is full computation once more.
 
 Figures, by kind of neighbour and way to answer:
 
-- ``changed``: share of answers with other tokens than full computation
-- ``misled``: share of answers that have the neighbour's value, where full computation's has not
-- ``kl``: mean KL of the first token, over the likeliest 20 of full computation
+- ``changed``: share of answers with other tokens than full computation.
+- ``misled``: share of answers that have the neighbour's value, where full computation's has not.
+- ``kl``: mean KL of the first token, over the likeliest 20 of full computation.
 - ``reuse_kept``: chunk tokens reused with the rule over those without it, of readers with roles who
-  may read some documents in common, from an empty store on. ``late_reuse_kept``: of the later half
+  may read some documents in common, from an empty store on. ``late_reuse_kept``: of the later half.
 """
 
 from __future__ import annotations

@@ -68,6 +68,8 @@ class Entrant:
 ENTRANTS = (
     Entrant("shared", "ours", "ours", "RagCache"),
     Entrant("socket", "ours", "ours", "RagCacheSocket"),
+    Entrant("shared, tagged", "ours", "ours", "RagCacheTagged"),
+    Entrant("socket, tagged", "ours", "ours", "RagCacheTaggedSocket"),
     Entrant("durable", "ours", "ours", "RagCacheDurable"),
     Entrant("disk", "ours", "ours", "RagCacheDisk"),
     Entrant("memcpy", "floor", "baselines", "Memcpy"),
@@ -208,6 +210,10 @@ def ratios(runners: Sequence[Runner]) -> dict[str, Any]:
     eight = 8 * MIB
     return {
         "shm_get_8mib_over_memcpy": over("shared", "memcpy", "get", eight),
+        "shm_tagged_get_8mib_over_untagged": over("shared, tagged", "shared", "get", eight),
+        "socket_tagged_get_8mib_over_untagged": over("socket, tagged", "socket", "get", eight),
+        "shm_tagged_put_8mib_over_untagged": over("shared, tagged", "shared", "put", eight),
+        "socket_tagged_put_8mib_over_untagged": over("socket, tagged", "socket", "put", eight),
         "shm_get_1mib_over_best_shm_peer": over("shared", "shm", "get", MIB),
         "shm_get_8mib_over_best_shm_peer": over("shared", "shm", "get", eight),
         "socket_get_1mib_over_best_net_peer": over("socket", "net", "get", MIB),

@@ -14,8 +14,8 @@ import httpx
 from harness.processes import Engine
 from ragcache_core.plan.signature import SIGNATURE_FIELD
 from ragcache_wire.clients.engine_client import EngineClient
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.v1 import engine_pb2
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 TIMEOUT_S = 120.0
 
@@ -105,16 +105,16 @@ def events(reply: httpx.Response) -> Iterator[Any]:
 
 
 def record_of(
-    engine: Engine, request: str, keys: SigningKeys | None = None
+    engine: Engine, request: str, credentials: Credentials = NO_CREDENTIALS
 ) -> engine_pb2.RequestRecord:
     """What an engine with our connector knows of a request, by the id in its plan.
 
-    keys: the engine's signing keys, if it has any.
+    credentials: of the engine's platform.
     """
 
     async def fetch() -> engine_pb2.RequestRecord:
         assert engine.records is not None
-        client = EngineClient(engine.records, keys)
+        client = EngineClient(engine.records, credentials)
         try:
             return await client.request_record(request, TIMEOUT_S)
         finally:

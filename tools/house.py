@@ -25,12 +25,12 @@ PRODUCT: Final = ("core", "wire", "kv", "operator", "services", "cli")
 RETRIEVER: Final = "services/retriever"
 MOST_ARGUMENTS: Final = 6
 BOUNDS: Final = {
-    "product_lines": 111_500,
-    "retriever_lines": 15_500,
-    "test_lines": 104_800,
-    "bench_lines": 17_350,
+    "product_lines": 115_200,
+    "retriever_lines": 16_320,
+    "test_lines": 109_300,
+    "bench_lines": 17_650,
     "tools_lines": 8_100,
-    "modules": 632,
+    "modules": 652,
     "long_argument_lists": 0,
     "duplicate_class_names": 0,
     "import_cycles": 0,

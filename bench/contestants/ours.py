@@ -6,16 +6,19 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from unittest.mock import patch
 
 from bench.contestants.contestant import START_S, Contestant, Server, free_port
 from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, Tier, VariantInfo
 from ragcache_core.store_api import Ack, NewVariant, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.values.layout import FORMAT
 from ragcache_kv.values.outgoing_value import ReadyValue
-from ragcache_wire.watched.signing_keys import SigningKeys
+from ragcache_wire.settings.part import PartSettings
 
 TIMEOUT_S = 30.0
 _PART_BYTES = 1 << 20
@@ -27,7 +30,7 @@ class RagCache(Contestant):
 
     Args:
         folder: Has its data.
-        keys: A file of signing keys, which its client has too. None: there are none.
+        peers: Variables with the credentials of the store. Its client has the same.
     """
 
     verifies = True
@@ -35,8 +38,9 @@ class RagCache(Contestant):
     ack = Ack.ACCEPTED
     memory_bytes = 192 << 20
     disk_bytes = 256 << 20
+    store_key: StoreKey | None = None
 
-    def __init__(self, folder: Path, keys: Path | None = None) -> None:
+    def __init__(self, folder: Path, peers: Mapping[str, str] | None = None) -> None:
         port, data_port = free_port(), free_port()
         environment = {
             **os.environ,
@@ -49,12 +53,14 @@ class RagCache(Contestant):
             # The benchmark reads the newest values, which the score may evict for older ones.
             "RAGCACHE_POLICY": "lru",
             "RAGCACHE_LOG_LEVEL": "warning",
-            "RAGCACHE_SIGNING_KEY_FILE": str(keys or ""),
+            **(peers or {}),
         }
         argv = [sys.executable, "-m", "ragcache_cachestore"]
         self._server = Server(argv, port, environment)
+        with patch.dict(os.environ, peers or {}):
+            credentials = PartSettings().credentials
         self._client = StoreClient(
-            f"127.0.0.1:{port}", (self.transport,), None if keys is None else SigningKeys(keys)
+            f"127.0.0.1:{port}", (self.transport,), credentials, self.store_key
         )
         self._client.stats(START_S)
         self._puts: Counter[int] = Counter()
@@ -93,6 +99,18 @@ class RagCache(Contestant):
 
 class RagCacheSocket(RagCache):
     """Over a TCP socket, as between machines."""
+
+    transport = "socket"
+
+
+class RagCacheTagged(RagCache):
+    """Values have tags, which the client makes and checks."""
+
+    store_key = StoreKey.of_secret(bytes(32))
+
+
+class RagCacheTaggedSocket(RagCacheTagged):
+    """The same over a TCP socket."""
 
     transport = "socket"
 

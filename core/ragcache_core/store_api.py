@@ -207,10 +207,13 @@ class PutCompletion:
     Attributes:
         checksums: XXH3-64 of each part.
         cost_s: Seconds that computing the value took. 0: unknown.
+        tag: What proves to other clients that one of them has computed the value (16 bytes). The
+            store cannot check it. Empty: the client has no key.
     """
 
     checksums: tuple[int, ...]
     cost_s: float = 0.0
+    tag: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

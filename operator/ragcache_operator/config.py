@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Final
 
 from ragcache_core.access.networks import parse_networks
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.certificates import CertificateAuthority
 from ragcache_operator.builders.keys import ComponentKeys
+from ragcache_operator.builders.part_tls import platform_name
 from ragcache_operator.builders.placement import ClusterPlacement
-from ragcache_operator.spec.ragcache import RagCache
+from ragcache_operator.spec.ragcache import COMPONENTS, RagCache
 
 ROOT_KEY_SECRET: Final = "ragcache-operator-root-key"
 
+RUN_IMAGES: Final = (*COMPONENTS, "tools")
+"""Images that the operator runs."""
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
@@ -35,6 +41,8 @@ class OperatorConfig:
     images: str = "ragcache"
     # Tag of the images.
     tag: str = ""
+    # Digest by image, in place of the tag.
+    image_digests: Mapping[str, str] = field(default_factory=dict)
     # Lease for the election of one replica. Empty if this is the only replica.
     lease: str = ""
     # Secret with the root of the operator's own API keys, in its namespace.
@@ -42,6 +50,8 @@ class OperatorConfig:
     # Networks that are not public, and that sources of collections may have. Only the administrator
     # of the cluster sets them: authors of a collection choose its URLs.
     source_networks: tuple[str, ...] = ()
+    # The same for issuers of tokens, whose URLs authors of a RagCache choose.
+    issuer_networks: tuple[str, ...] = ()
     listen_port: int = 8080
     log_level: int = logging.INFO
 
@@ -54,9 +64,11 @@ class OperatorConfig:
             namespaces=_namespaces(environ.get("RAGCACHE_NAMESPACES", "")),
             images=environ.get("RAGCACHE_IMAGES", "").strip().rstrip("/") or "ragcache",
             tag=environ.get("RAGCACHE_IMAGE_TAG", "").strip() or own_tag(),
+            image_digests=_digests(environ.get("RAGCACHE_IMAGE_DIGESTS", "")),
             lease=_label(environ, "RAGCACHE_LEASE", ""),
             root_key_secret=_label(environ, "RAGCACHE_ROOT_KEY_SECRET", ROOT_KEY_SECRET),
             source_networks=_networks(environ, "RAGCACHE_SOURCE_NETWORKS"),
+            issuer_networks=_networks(environ, "RAGCACHE_ISSUER_NETWORKS"),
             listen_port=_port(environ, "RAGCACHE_LISTEN_PORT", 8080),
             log_level=_log_level(environ),
         )
@@ -76,6 +88,7 @@ class Installation:
 
     def placement(self, cache: RagCache, uid: str) -> ClusterPlacement:
         """Return where a RagCache of this uid runs."""
+        authority = CertificateAuthority(self.keys.certificate_secret(uid), platform_name(cache))
         return ClusterPlacement(
             cache,
             self.config.tag,
@@ -85,6 +98,9 @@ class Installation:
             self.config.namespace,
             self.keys.hashes(uid),
             self.config.source_networks,
+            self.config.issuer_networks,
+            self.config.image_digests,
+            authority.issue(time.time()),
         )
 
 
@@ -106,6 +122,20 @@ def _namespaces(text: str) -> tuple[str, ...]:
                 "set names separated by commas",
             )
     return names
+
+
+def _digests(text: str) -> dict[str, str]:
+    digests: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, digest = part.partition("=")
+        if name not in RUN_IMAGES or not _DIGEST.fullmatch(digest):
+            raise InvalidInput(
+                "RAGCACHE_IMAGE_DIGESTS",
+                f"{part!r} is no digest of an image",
+                f"set IMAGE=sha256:... with one of {', '.join(RUN_IMAGES)}, separated by commas",
+            )
+        digests[name] = digest
+    return digests
 
 
 def _networks(environ: Mapping[str, str], variable: str) -> tuple[str, ...]:

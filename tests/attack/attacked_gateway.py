@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ import psutil
 
 from harness.processes import free_port
 from tests.integration.gateway.test_process import environment_with, until_it_answers
-from tests.kit.gateway import bearer, world, write_keys
+from tests.kit.gateway import World, bearer, world, write_keys
 
 ENTRIES = {
     "red": 'scopes = ["ask", "write"]\ntenant = "red"',
@@ -31,6 +31,7 @@ class AttackedGateway:
     client: httpx.AsyncClient
     process: psutil.Process
     log: Path
+    fakes: World
 
     async def post(self, name: str, path: str, body: bytes) -> httpx.Response:
         """Send JSON with the key of a name."""
@@ -48,11 +49,15 @@ class AttackedGateway:
 
 @asynccontextmanager
 async def attacked_gateway(
-    model: Path, folder: Path, **environment: str
+    model: Path, folder: Path, entries: Mapping[str, str] = ENTRIES, /, **environment: str
 ) -> AsyncIterator[AttackedGateway]:
-    """Run a gateway, and check at the end that its log has no traceback."""
+    """Run a gateway, and check at the end that its log has no traceback.
+
+    Args:
+        entries: Of the key file, see ``write_keys``.
+    """
     port, log = free_port(), folder / "gateway.log"
-    keys = write_keys(folder / "keys.toml", ENTRIES)
+    keys = write_keys(folder / "keys.toml", entries)
     async with world(model) as fakes:
         env = environment_with(fakes, f"127.0.0.1:{port}", **environment)
         with log.open("wb") as file:
@@ -67,7 +72,7 @@ async def attacked_gateway(
                 base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60, limits=limits
             ) as client:
                 await until_it_answers(client)
-                yield AttackedGateway(port, client, psutil.Process(process.pid), log)
+                yield AttackedGateway(port, client, psutil.Process(process.pid), log, fakes)
         finally:
             if process.returncode is None:
                 process.kill()

@@ -6,6 +6,7 @@ It imports nothing of this repository, because it runs in place of a package tha
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import socket
@@ -36,6 +37,9 @@ def attempts() -> dict[str, str]:
         "replace itself": lambda: os.execv("/bin/true", ["true"]),
         "start a process": _fork,
         "signal the parent": lambda: os.kill(parent, 0),
+        "have the system signal the parent": lambda: fcntl.fcntl(2, fcntl.F_SETOWN, parent),
+        "choose that signal": lambda: fcntl.fcntl(2, fcntl.F_SETSIG, 9),
+        "change the parent's open file": lambda: fcntl.fcntl(2, fcntl.F_SETFL, os.O_NONBLOCK),
         "trace the parent": lambda: _call("ptrace", _PTRACE_ATTACH, parent, None, None),
         "map the system's memory": lambda: _call("memfd_create", b"x", 0),
     }

@@ -7,20 +7,21 @@ import contextlib
 import http.client
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.attack.attacked_gateway import AttackedGateway, attacked_gateway
+from tests.attack.fuzzed_process import FuzzedProcess
+from tests.attack.mutations import mutated_json
 from tests.kit.gateway import bearer
 
 SEED = 37
 THREADS = 4
 WARM_UP = 2000
 """Bodies after which caches and pools of a gateway have their size."""
-MAX_GROWTH_BYTES = 64 << 20
 TIMEOUT_S = 60.0
 
 _TOOL = {
@@ -77,70 +78,6 @@ CORPUS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("POST", "/v1/documents", {"id": "a.md", "text": "# A\n\nb", "metadata": {"team": ["a"]}}),
     ("PUT", "/v1/collections/default", {"chunk_tokens": 128, "window": 1}),
 )
-ODD: tuple[Any, ...] = (
-    *(None, True, 0, -1, 1.5, 1e308, float("inf"), float("nan"), 2**63, -(2**64), 10**400),
-    *("", "\0", "\ud800", "\u202e", "a" * 5000, "<|im_end|>", "../../x", "{}", "[" * 3000),
-    *([], {}, [[]], {"": {}}, [None] * 300, {"a": {"b": {"c": [1, {"d": "e"}]}}}),
-)
-
-
-def nodes(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield every value below one, as its container and its key."""
-    stack = [value]
-    while stack:
-        container = stack.pop()
-        keys: Any = range(len(container)) if isinstance(container, list) else container
-        for key in keys:
-            yield container, key
-            if isinstance(container[key], dict | list):
-                stack.append(container[key])
-
-
-def with_odd_value(value: Any, rng: random.Random) -> bytes:
-    """Replace, remove, rename, nest or repeat a value."""
-    for turn in range(rng.randint(1, 3)):
-        value = json.loads(json.dumps(value))  # so that no two places share an object
-        found = list(nodes(value))
-        if not found:
-            break
-        container, key = rng.choice(found)
-        match rng.randrange(5):
-            case 0:
-                del container[key]
-            case 1 if isinstance(container, dict):
-                container[rng.choice(("", "\0", "\ud800", "x" * 300, "priority"))] = container[key]
-            case 2:
-                for _ in range(rng.choice((2, 60, 70, 200))):
-                    container[key] = [container[key]]
-            case 3:
-                # Turns multiply.
-                container[key] = [container[key]] * (rng.choice((2, 40, 400)) if turn == 0 else 2)
-            case _:
-                container[key] = rng.choice(ODD)
-    return json.dumps(value, ensure_ascii=rng.random() < 0.9).encode(errors="surrogatepass")
-
-
-def with_odd_bytes(value: Any, rng: random.Random) -> bytes:
-    """Change, remove, insert or repeat bytes."""
-    body = bytearray(json.dumps(value).encode())
-    for _ in range(rng.randint(1, 4)):
-        i = rng.randrange(len(body) + 1)
-        j = min(len(body), i + rng.choice((1, 2, 8, 64)))
-        match rng.randrange(5):
-            case 0:
-                del body[i:j]
-            case 1:
-                body[i:i] = rng.randbytes(rng.choice((1, 2, 9)))
-            case 2:
-                body[i:i] = body[i:j] * rng.choice((1, 9, 90))
-            case 3:
-                body[i:j] = rng.choice((b'"', b"\\", b"[", b"}", b",", b"\xff", b"\\ud83d", b"1e9"))
-            case _:
-                del body[i:]
-    return bytes(body)
-
-
-MUTATORS: tuple[Callable[[Any, random.Random], bytes], ...] = (with_odd_value, with_odd_bytes)
 
 
 def requests(seed: int, count: int) -> Iterator[tuple[str, str, bytes]]:
@@ -148,7 +85,7 @@ def requests(seed: int, count: int) -> Iterator[tuple[str, str, bytes]]:
     rng = random.Random(seed)
     for _ in range(count):
         method, path, value = rng.choice(CORPUS)
-        yield method, path, rng.choice(MUTATORS)(value, rng)
+        yield method, path, mutated_json(value, rng)
 
 
 def send(port: int, seed: int, count: int) -> None:
@@ -173,10 +110,10 @@ async def fuzz(gateway: AttackedGateway, count: int) -> None:
         await asyncio.gather(*sent)
 
     await send_all(SEED, WARM_UP)
-    before = gateway.process.memory_info().rss
+    process = FuzzedProcess(gateway.process.pid, gateway.log)
+    process.warmed_up()
     await send_all(SEED + THREADS, count - WARM_UP)
-    growth = gateway.process.memory_info().rss - before
-    assert growth <= MAX_GROWTH_BYTES, f"{growth} bytes more after {count} bodies"
+    process.check()
     await gateway.serves_blue()
 
 

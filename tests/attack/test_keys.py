@@ -83,8 +83,11 @@ async def child(*command: str, **env: str) -> AsyncGenerator[asyncio.subprocess.
 
 
 @asynccontextmanager
-async def platform(folder: Path, model: Path, **settings: str) -> AsyncGenerator[Platform, None]:
+async def platform(
+    folder: Path, model: Path, tenants: str = "", **settings: str
+) -> AsyncGenerator[Platform, None]:
     keys = write_keys(folder / "keys.toml", ENTRIES)
+    keys.write_text(tenants + keys.read_text())
     async with AsyncExitStack() as stack:
         fakes = await stack.enter_async_context(world(model))
         command = ("-m", "tests.kit.retriever_process", str(folder / "documents"), str(model))
@@ -345,7 +348,7 @@ async def test_no_document_changes_while_the_log_cannot_be_written(
     assert numbers == list(range(1, len(numbers) + 1)), "no line is missing"
 
 
-async def test_a_key_file_that_is_emptied_by_mistake_revokes_nobody_and_is_reported(
+async def test_a_key_file_that_is_emptied_by_mistake_revokes_no_key_and_is_reported(
     attacked: Platform,
 ) -> None:
     attacked.keys.write_text("# every entry is gone\n")

@@ -36,8 +36,9 @@ from ragcache_kv.transport.framing import (
 )
 from ragcache_wire.channel import OPTIONS
 from ragcache_wire.clients.engine_client import EngineClient
+from ragcache_wire.peers.credentials import Credentials
 from ragcache_wire.peers.peer_access import TOKEN_METADATA, PeerTokens, proof_for
-from ragcache_wire.peers.signed_channel import signed
+from ragcache_wire.peers.peer_channel import open_blocking_channel
 from ragcache_wire.v1 import cachestore_pb2, retriever_pb2
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.watched.signing_keys import SigningKeys
@@ -82,7 +83,7 @@ class Shard:
 
     def __init__(self, address: str, pid: int, log: Path, keys: SigningKeys) -> None:
         self.address, self.pid, self.log = address, pid, log
-        with contextlib.closing(StoreClient(address, keys=keys)) as client:
+        with contextlib.closing(StoreClient(address, credentials=Credentials(keys))) as client:
             client.connect(TIMEOUT_S)
             assert client.hello is not None
             self.hello = client.hello
@@ -162,7 +163,7 @@ def test_every_method_of_a_store_needs_a_token(platform: Platform, shard: Shard)
     assert is_serving(shard.address), "health needs none"
     check_service(platform, shard.address, STORE_METHODS, "/ragcache.v1.CacheStore/Stats")
     for keys in (None, platform.others):
-        stranger = StoreClient(shard.address, keys=keys)
+        stranger = StoreClient(shard.address, credentials=Credentials(keys))
         with pytest.raises(Unauthenticated):
             stranger.stats(TIMEOUT_S)
         stranger.close()
@@ -242,7 +243,9 @@ def test_strangers_cannot_fill_the_memory_with_incomplete_frames(
     assert all(map(has_ended, connections)), "none may stay for longer than the proof takes"
     for one in connections:
         one.close()
-    with contextlib.closing(StoreClient(shard.address, ("socket",), platform.keys)) as client:
+    with contextlib.closing(
+        StoreClient(shard.address, ("socket",), Credentials(platform.keys))
+    ) as client:
         client.connect(TIMEOUT_S)
 
 
@@ -287,7 +290,9 @@ def test_messages_that_are_none_do_not_fill_the_log(platform: Platform, shard: S
                 call(b"\xff\xff", timeout=TIMEOUT_S)
             assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert shard.log.stat().st_size == size, "strangers leave no line"
-        call = signed(channel, platform.keys).unary_unary(method, None, None)
+        call = open_blocking_channel(shard.address, Credentials(platform.keys)).unary_unary(
+            method, None, None
+        )
         for _ in range(200):
             with pytest.raises(grpc.RpcError) as raised:
                 call(b"\xff\xff", timeout=TIMEOUT_S)
@@ -325,11 +330,11 @@ def test_every_path_of_an_engine_needs_a_token(
 
 async def check_records(platform: Platform, address: str) -> None:
     for keys in (None, platform.others):
-        stranger = EngineClient(address, keys)
+        stranger = EngineClient(address, Credentials(keys))
         with pytest.raises(Unauthenticated):
             await stranger.costs()
         await stranger.close()
-    client = EngineClient(address, platform.keys)
+    client = EngineClient(address, Credentials(platform.keys))
     await client.costs()
     await client.close()
 

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from harness.cluster.certificates import make_certificates
-from ragcache_cli.sources.gate import SourceGate
 from ragcache_cli.sources.git import read_git
 from ragcache_cli.sources.reading import Deadline, Fetching, Scratch
 from ragcache_cli.sources.web import read_web
 from ragcache_core.access.networks import AddressRules, parse_networks
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_operator.spec.collection import GitSource
+from ragcache_wire.address_gate import AddressGate, Resolve
 from tests.kit.sources import Page, Repository, Web, serving_web
 
 LOOPBACK = AddressRules(parse_networks("test", ["127.0.0.1"]))
@@ -52,10 +52,10 @@ class Names:
         return [answers.pop(0) if len(answers) > 1 else answers[0]]
 
 
-def fetching(tmp_path: Path, rules: AddressRules, names: Names) -> Fetching:
+def fetching(tmp_path: Path, rules: AddressRules, names: Resolve) -> Fetching:
     folder = tmp_path / "scratch"
     folder.mkdir(exist_ok=True)
-    return Fetching(SourceGate(rules, names), Scratch(folder, MIB), Deadline(30))
+    return Fetching(AddressGate(rules, names), Scratch(folder, MIB), Deadline(30))
 
 
 def port_of(web: Web) -> int:
@@ -155,7 +155,7 @@ def test_a_source_reaches_no_inside_address_by_default(web: Web) -> None:
         there = f"{host}:{port_of(web)}"
         hosts = {"RAGCACHE_SOURCE_0_HOSTS": there}
         result = sync(f"http://{there}/latest/meta-data", **secret, **hosts)
-        assert "closed to sources" in problem(result)
+        assert "a closed address" in problem(result)
     assert web.seen == {}
 
 
@@ -186,7 +186,7 @@ def test_a_wide_network_opens_no_metadata_service() -> None:
             RAGCACHE_SOURCE_0_TOKEN="t",
             RAGCACHE_SOURCE_0_HOSTS=address,
         )
-        assert "closed to sources" in problem(result)
+        assert "a closed address" in problem(result)
 
 
 def test_a_name_that_changes_its_address_changes_nothing(web: Web, tmp_path: Path) -> None:
@@ -288,3 +288,34 @@ def test_spellings_that_readers_disagree_about_are_refused(host: str, tmp_path: 
     for url in (f"http://{host}/a.md", f"https://{host}/a.md"):
         with pytest.raises((InvalidInput, Unavailable)):
             git(url, fetching(tmp_path, LOOPBACK, Names()))
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_git_uses_the_proxy_that_the_gate_saw(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    Repository(web.repositories / "handbook").commit({"a.md": b"A"})
+    for name in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{closed.getsockname()[1]}")
+
+        def unknown(host: str, port: int) -> list[str]:
+            raise OSError("only the proxy knows the host")
+
+        here = fetching(tmp_path, AddressRules(), unknown)
+        # The proxy answers nothing. Without it, git would reach loopback.
+        with pytest.raises(Unavailable):
+            git(f"http://localhost:{port_of(web)}/git/handbook/.git", here)
+
+
+def test_git_uses_no_proxy_that_the_gate_did_not_see(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Repository(web.repositories / "handbook").commit({"a.md": b"A"})
+    names = Names(git_example=("127.0.0.1",))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "git.example")
+    url = f"http://git.example:{port_of(web)}/git/handbook/.git"
+    assert git(url, fetching(tmp_path, LOOPBACK, names)) == ["a.md"]

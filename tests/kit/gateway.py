@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
@@ -44,6 +45,7 @@ from ragcache_retriever.store.outbox import Outbox
 from ragcache_retriever.store.usage import UsageTable
 from ragcache_wire.clients.feed_client import FeedClient
 from ragcache_wire.feeds.feed_cursor import FeedCursor
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
@@ -56,7 +58,6 @@ from ragcache_wire.v1 import (
     retriever_pb2_grpc,
 )
 from ragcache_wire.watched.members import FixedMembers
-from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.memory_database import MemoryDatabase
 from tests.kit.wait import until
 
@@ -118,6 +119,8 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
         self.similar: dict[str, list[float]] = {}  # scores, by document
         self.searches: list[retriever_pb2.SearchRequest] = []
         self.copy = [b"first part", b"second part"]  # of a backup
+        self.operations: dict[tuple[str, str], retriever_pb2.Operation] = {}
+        self.submitted: list[retriever_pb2.Document] = []
         self.upserts = 0
         self.most_upserts = 0
         self.hold_upserts: asyncio.Event | None = None
@@ -187,6 +190,24 @@ class FakeRetriever(retriever_pb2_grpc.RetrieverServicer):
             sequence=self.outbox.last_sequence(),
             chunks=[document.text] if changed else [],
         )
+
+    async def SubmitDocument(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self._known(request.document.collection)
+        content = repr((request.owner, request.document.id, request.document.text))
+        operation = retriever_pb2.Operation(
+            id=hashlib.sha256(content.encode()).hexdigest()[:32],
+            collection=request.document.collection,
+            document_id=request.document.id,
+            state=retriever_pb2.OPERATION_STATE_PENDING,
+        )
+        known = self.operations.setdefault((request.owner, operation.id), operation)
+        self.submitted.append(request.document)
+        return known
+
+    async def GetOperation(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if (request.owner, request.id) not in self.operations:
+            raise NotFound("operation", request.id, "send the document again")
+        return self.operations[request.owner, request.id]
 
     async def DeleteDocument(self, request: Any, context: Any) -> Any:  # noqa: N802
         document = self._document(request)
@@ -1080,11 +1101,11 @@ def tiers_of(tree: KnowledgeTree, source: str) -> dict[VariantKey, str]:
 
 @asynccontextmanager
 async def following(
-    address: str, method: str, keys: SigningKeys | None = None
+    address: str, method: str, credentials: Credentials = NO_CREDENTIALS
 ) -> AsyncIterator[FollowedSource]:
     """Follow the source at an address until the end."""
     tree = KnowledgeTree(100_000)
-    follower = SourceFollower(tree, f"test:{address}", FeedClient(address, method, keys))
+    follower = SourceFollower(tree, f"test:{address}", FeedClient(address, method, credentials))
     task = asyncio.create_task(follower.run())
     try:
         yield FollowedSource(tree, follower)

@@ -302,6 +302,7 @@ capabilities = st.one_of(
         minor=st.integers(OLDEST_MINOR, 40),
         http_route=st.booleans(),
         pod_monitors=st.booleans(),
+        certificates=st.booleans(),
         custom_metrics=st.booleans(),
     ),
 )

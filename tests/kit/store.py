@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import xxhash
 
@@ -41,11 +40,10 @@ from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.transport import liveness
 from ragcache_kv.values.buffers import Verifier
 from ragcache_kv.values.outgoing_value import ReadyValue
-from ragcache_wire.channel import OPTIONS
-from ragcache_wire.peers.signed_channel import signed
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
+from ragcache_wire.peers.peer_channel import open_blocking_channel
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import cachestore_pb2_grpc
-from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.limits import LIMIT_S, lengthen_limits
 
 MIB = 1 << 20
@@ -192,13 +190,13 @@ def serving(
     transports: Sequence[str] = (),
     policy: str = "lru",
     free_bytes: Callable[[], int] | None = None,
-    keys: SigningKeys | None = None,
+    credentials: Credentials = NO_CREDENTIALS,
     **settings: Any,
 ) -> Iterator[ServedStore]:
     """Serve folder in a thread of its own, as a process would.
 
-    transports: of "shared" and "socket", those offered beside "grpc". keys: of the store and its
-    clients. settings: of Store.
+    transports: of "shared" and "socket", those offered beside "grpc". credentials: of the
+    store and its clients. settings: of Store.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server")
@@ -212,7 +210,7 @@ def serving(
         ends.callback(store.close)
         socket_path = folder / "transport.sock" if "shared" in transports else None
         data_server = DataServer(
-            store, socket_path, ("127.0.0.1", 0) if "socket" in transports else None, keys
+            store, socket_path, ("127.0.0.1", 0) if "socket" in transports else None, credentials
         )
         data_server.start()
         ends.callback(data_server.close)
@@ -220,7 +218,9 @@ def serving(
         ends.callback(service.close)
 
         async def start() -> GrpcServer:
-            server = GrpcServer(f"127.0.0.1:{port}", [SERVICE], service.register, keys=keys)
+            server = GrpcServer(
+                f"127.0.0.1:{port}", [SERVICE], service.register, credentials=credentials
+            )
             await server.start()
             await server.set_ready()
             return server
@@ -234,9 +234,9 @@ def serving(
             lambda: asyncio.run_coroutine_threadsafe(stop(server), loop).result(TIMEOUT_S)
         )
         address = f"127.0.0.1:{server.port}"
-        client = StoreClient(address, (*transports, "grpc"), keys)
+        client = StoreClient(address, (*transports, "grpc"), credentials)
         ends.callback(client.close)
-        channel = signed(grpc.insecure_channel(address, options=OPTIONS), keys)
+        channel = open_blocking_channel(address, credentials)
         ends.callback(channel.close)
         stub = cachestore_pb2_grpc.CacheStoreStub(channel)
         yield ServedStore(service, store, client, stub, address)

@@ -284,6 +284,13 @@ ALERTS: Final[tuple[Alert, ...]] = (
         "{{ $labels.pod }} cannot use its file of API keys, so removed keys stay valid.",
     ),
     Alert(
+        "RagCacheIssuerFails",
+        [Condition(highest(series(gateway.ISSUERS_FAILING), *BY, "pod"), ">", "0")],
+        "5m",
+        "warning",
+        "{{ $labels.pod }} cannot read the public keys of an issuer of tokens.",
+    ),
+    Alert(
         "RagCacheOperatorHasNoLeader",
         [Condition(highest(series(operator.LEADING)), "==", "0")],
         "5m",

@@ -139,7 +139,7 @@ def check_family(folder: Path, family: Family, store: CacheStore) -> Outcome:
             wait_for_engine(engine)
         except RuntimeError:
             return _not_started(engine, folder / "model")
-        space = load_model_folder(str(folder / "model")).space("bfloat16", MAX_LENGTH)
+        space = load_model_folder(str(folder / "model")).space("bfloat16", max_length=MAX_LENGTH)
         return _compare(_Platform(store, engine, space))
     except Exception as error:
         return Outcome(FAILED, f"{type(error).__name__}: {error}")

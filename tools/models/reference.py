@@ -26,7 +26,7 @@ def rotation_error(folder: Path) -> str:
     from transformers import AutoModelForImageTextToText  # noqa: PLC0415
 
     loaded = load_model_folder(str(folder))
-    space = loaded.space("float32", MAX_LENGTH)
+    space = loaded.space("float32", max_length=MAX_LENGTH)
     try:
         rope = read_rope(decoder_config(loaded.config), max_length=MAX_LENGTH)
     except InvalidInput as refused:

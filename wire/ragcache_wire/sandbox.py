@@ -14,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import os
 import stat
 import sys
 import sysconfig
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -58,7 +59,7 @@ _WRITES: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CLONE_THREAD: Final = 0x00010000
 _CALLS: Final = (
     *("read", "readv", "pread64", "preadv", "write", "writev", "pwrite64", "lseek", "close"),
-    *("dup", "fcntl", "ftruncate", "poll", "ppoll", "select", "pselect6", "getcwd", "getdents64"),
+    *("dup", "ftruncate", "poll", "ppoll", "select", "pselect6", "getcwd", "getdents64"),
     *("stat", "lstat", "fstat", "newfstatat", "fstatat64", "statx", "access", "faccessat"),
     *("faccessat2", "readlink", "readlinkat", "mmap", "munmap", "mremap", "mprotect", "madvise"),
     *("brk", "membarrier", "futex", "set_robust_list", "rseq", "sched_yield", "sched_getaffinity"),
@@ -67,12 +68,19 @@ _CALLS: Final = (
     *("times", "getrusage", "getrlimit", "sysinfo", "uname", "rt_sigaction", "rt_sigprocmask"),
     *("rt_sigreturn", "sigaltstack", "restart_syscall", "exit", "exit_group"),
 )
-_LIMITED_CALLS: Final[Mapping[str, tuple[int, int, int]]] = {
-    "openat": (2, _WRITES, 0),
-    "open": (1, _WRITES, 0),
-    "clone": (0, _CLONE_THREAD, _CLONE_THREAD),
-    "prlimit64": (0, 0xFFFFFFFF, 0),
-}
+_INT: Final = 0xFFFFFFFF
+_FILE_COMMANDS: Final = (
+    *(fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL),
+)
+"""Others would have the system signal another process (F_SETOWN, F_SETSIG), or change a file that
+the parent has open, too (F_SETFL)."""
+_LIMITED_CALLS: Final = (
+    ("openat", 2, _WRITES, 0),
+    ("open", 1, _WRITES, 0),
+    ("clone", 0, _CLONE_THREAD, _CLONE_THREAD),
+    ("prlimit64", 0, _INT, 0),
+    *(("fcntl", 1, _INT, command) for command in _FILE_COMMANDS),
+)
 """Calls that are allowed if an argument has given bits: its index, the bits that count, their
 value. Files open to read only, only threads start, and only own limits change."""
 
@@ -251,7 +259,7 @@ def _filter() -> tuple[ctypes.CDLL, Any]:
     context = library.seccomp_init(_FAIL | errno.EPERM)
     for name in _CALLS:
         _add(library, context, _ALLOW, name)
-    for name, (argument, mask, value) in _LIMITED_CALLS.items():
+    for name, argument, mask, value in _LIMITED_CALLS:
         _add(library, context, _ALLOW, name, _Comparison(argument, _MASKED_EQUAL, mask, value))
     # The C library then starts threads by ``clone``, whose flags a filter can read.
     _add(library, context, _FAIL | errno.ENOSYS, "clone3")

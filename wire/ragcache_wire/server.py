@@ -17,12 +17,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typing_extensions import override
 
 from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_wire.asking import adopt_asker
 from ragcache_wire.channel import SERVER_OPTIONS
 from ragcache_wire.http_server import HealthServer
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.peers.peer_access import PeerGuard
+from ragcache_wire.peers.peer_channel import add_port
 from ragcache_wire.peers.peer_interceptors import PeerInterceptor
 from ragcache_wire.status import to_status, trailing_metadata
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +79,30 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return grpc.stream_unary_rpc_method_handler(unary, *codecs)
         unary = self.around_unary(method, handler.unary_unary)
         return grpc.unary_unary_rpc_method_handler(unary, *codecs)
+
+
+class AskerInterceptor(CallInterceptor):
+    """Makes each call the work of the key that its metadata names (``asking``)."""
+
+    @override
+    def around_unary(self, method: str, call: UnaryCall) -> UnaryCall:
+        async def adopted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            adopt_asker(context.invocation_metadata())
+            return await call(request, context)
+
+        return adopted
+
+    @override
+    def around_stream(self, method: str, call: StreamCall) -> StreamCall:
+        async def adopted(
+            request: Any, context: grpc.aio.ServicerContext[Any, Any]
+        ) -> AsyncGenerator[Any, None]:
+            adopt_asker(context.invocation_metadata())
+            async with contextlib.aclosing(call(request, context)) as replies:
+                async for reply in replies:
+                    yield reply
+
+        return adopted
 
 
 class _Undecodable:
@@ -166,7 +192,7 @@ class GrpcServer:
         register: Adds the services to the server.
         http_health: A running server that reports the same health over HTTP.
         interceptors: Around the calls of the services. The errors that they raise become statuses.
-        keys: The platform's signing keys. Without them, only a server on loopback has callers.
+        credentials: Of the platform. Without keys, only a server on loopback has callers.
     """
 
     def __init__(
@@ -176,13 +202,14 @@ class GrpcServer:
         register: Callable[[grpc.aio.Server], None],
         http_health: HealthServer | None = None,
         interceptors: Sequence[CallInterceptor] = (),
-        keys: SigningKeys | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self._http_health = http_health or HealthServer(None)
         self._server = grpc.aio.server(
             interceptors=[
-                PeerInterceptor(PeerGuard(keys, listen)),
+                PeerInterceptor(PeerGuard(credentials.keys, listen)),
                 ErrorInterceptor(),
+                AskerInterceptor(),
                 *interceptors,
             ],
             options=SERVER_OPTIONS,
@@ -193,7 +220,7 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         register(self._server)
         # Raises RuntimeError when the address is taken.
-        self.port = self._server.add_insecure_port(listen)
+        self.port = add_port(self._server, listen, credentials)
 
     async def start(self) -> None:
         """Accept calls. Health stays NOT_SERVING."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ from ragcache_core.errors import (
     Unauthenticated,
     Unavailable,
 )
+from ragcache_wire.peers.certificates import FIX, VARIABLE
 
 DETAIL_KEY = "ragcache-error-bin"
 """Trailing metadata with the fields of an error, from which a client raises the same error."""
@@ -77,8 +78,25 @@ def from_rpc_error(service: str, error: grpc.RpcError) -> RagCacheError:
         # The server refused the call before it reached the service.
         return Overloaded(service, details)
     if code in _RETRYABLE:
-        return NoAnswer(service, f"{code.name.lower()}: {details}")
+        return NoAnswer(service, f"{code.name.lower()}: {details}{_tls_hint(details)}")
     return RagCacheError(f"the {service} failed: {code.name.lower()}: {details}")
+
+
+def error_of(service: str, fields: Mapping[str, object], problem: str) -> RagCacheError:
+    """Return the error whose fields ``to_status`` has made."""
+    texts = {name: str(value) for name, value in fields.items()}
+    return _named_error(service, texts, problem) or RagCacheError(
+        f"the {service} failed: {problem}"
+    )
+
+
+def _tls_hint(details: str) -> str:
+    """Return what to do if a connection failed because of TLS, as gRPC's text shows."""
+    if "Tls handshake failed" in details or "verification check failed" in details:
+        return f"; {FIX}"
+    if "failed to connect" in details and "Socket closed" in details:
+        return f"; if the {VARIABLE} of the two differ, {FIX}"
+    return ""
 
 
 def _named_error(service: str, fields: dict[str, str], problem: str) -> RagCacheError | None:

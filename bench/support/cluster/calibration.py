@@ -15,6 +15,7 @@ from bench.support.cluster.open_loop import Answered, ask, poisson_times
 from ragcache_core.plan.reuse_plan import NO_REUSE
 from ragcache_gateway.engines.engine_load import profile_of
 from ragcache_wire.clients.engine_client import EngineClient
+from ragcache_wire.peers.credentials import Credentials
 from ragcache_wire.peers.peer_access import PeerTokens
 from ragcache_wire.watched.signing_keys import SigningKeys
 
@@ -67,7 +68,7 @@ async def measured_times(
 
     Loads are not measured, so they take no time.
     """
-    client = EngineClient(records, keys)
+    client = EngineClient(records, Credentials(keys))
     try:
         profile = profile_of((await client.costs()).prefill)
     finally:

@@ -16,11 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import httpx
+
+from bench.support.api_keys import headers
 from bench.support.cluster.engine_times import EngineTimes
 from bench.support.cluster.simulated_engine import EngineConfig
 from harness.processes import Service, answers
 from ragcache_cli.local.component import LocalComponent, components_from
-from ragcache_cli.local.key_files import plan_key_file
+from ragcache_cli.local.key_files import ensure_store_key, plan_key_file
 from ragcache_cli.local.placement import RUN_FOLDER, LocalPlacement
 from ragcache_cli.local.ports import free_ports
 from ragcache_cli.models.number_type import read_cpu_features, use_fast_number_type
@@ -63,6 +66,7 @@ class PlatformSpec:
                 "engines": [{"name": f"e{i}", **engine} for i in range(self.engines)],
                 "cacheStore": {"memory": self.store_memory, "disk": {"size": "4Gi"}},
                 "gateway": {"limits": {"questions": 2048}},
+                "tls": {"enabled": False},  # simulated engines serve plain HTTP
             },
         }
         placement = LocalPlacement(data, next(_PORTS), _PORTS)
@@ -105,6 +109,24 @@ class Platform:
         log = self.data / f"{name}.log"
         self.services[name] = Service(name, command or one.command, env, log)
 
+    def start_gateway(self, api_keys: Path, admin: str, **settings: str) -> int:
+        """Start a gateway with API keys, and wait until it is ready. Return its port.
+
+        Args:
+            api_keys: The key file.
+            admin: Name of a key in it with the scope ``admin``.
+        """
+        self.start("gateway", RAGCACHE_API_KEYS_FILE=str(api_keys), **settings)
+        self.wait("gateway")
+        port = self.port("gateway")
+
+        def is_ready() -> bool:
+            url = f"http://127.0.0.1:{port}/v1/status"
+            return httpx.get(url, headers=headers(admin)).is_success
+
+        self.services["gateway"].wait_until("ready", is_ready)
+        return port
+
     def simulate_engines(self, times: EngineTimes) -> None:
         """Start one process with all engines, simulated."""
         configs = []
@@ -123,7 +145,7 @@ class Platform:
         """Wait until components are ready; those that are simulated, too."""
         for name in names:
             check = self.components[name].startup
-            url = f"http://{check.address}{check.path}"
+            url = check.url
             service = self.services.get(name) or self.services["engines"]
             service.wait_until("ready", lambda url=url: answers(url))
 
@@ -134,6 +156,7 @@ def platform(spec: PlatformSpec, data: Path) -> Iterator[Platform]:
     (data / RUN_FOLDER).mkdir(parents=True, mode=0o700)
     components = {one.name: one for one in spec.components(data)}
     found = Platform(data, components)
+    ensure_store_key(Path(components["gateway"].env["RAGCACHE_STORE_KEY_FILE"]))
     with plan_key_file(found.key_file):
         try:
             yield found

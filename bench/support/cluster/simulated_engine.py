@@ -152,8 +152,7 @@ class SimulatedEngine:
         space = load_model_folder(config.model).space(config.dtype)
         records, self._costs, feed = RequestRecords(), ReuseCosts(), EngineFeed()
         announcer = NodeAnnouncer(space, self._costs, feed)
-        keys = settings.signing_key_file
-        store = ShardedStore(settings.cachestore, keys)
+        store = ShardedStore(settings.cachestore, settings.credentials)
         self._connector = ConnectorScheduler(
             EngineContext(settings, space), records, store, self._costs, announcer, feed
         )
@@ -167,7 +166,9 @@ class SimulatedEngine:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         assert settings.records_listen is not None
-        self._server = serve_records(records, self._costs, settings.records_listen, feed, keys)
+        self._server = serve_records(
+            records, self._costs, settings.records_listen, feed, settings.credentials
+        )
 
     def accept(self, connection: RequestConnection, body: Mapping[str, Any]) -> None:
         """Queue a request after the time that the engine's API server takes for it."""

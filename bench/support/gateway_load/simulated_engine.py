@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from typing import Protocol, cast
 
 import httptools
 import uvloop
+
+from ragcache_wire.settings.part import PartSettings
 
 STAMP_DIGITS = 16
 """Digits of the time that is a token's text."""
@@ -193,12 +196,22 @@ class ClockedConnection(EngineConnection):
             self._clock.add(self)
 
 
+def _tls() -> ssl.SSLContext | None:
+    """Return the context of a platform with certificates. As in vLLM, clients may have none."""
+    certificates = PartSettings().tls_dir
+    if certificates is None:
+        return None
+    context = certificates.current().server
+    context.verify_mode = ssl.CERT_OPTIONAL
+    return context
+
+
 async def serve(port: int) -> None:
     """Serve until the process is stopped."""
     loop = asyncio.get_running_loop()
     clock = TokenClock(loop)
     server = await loop.create_server(
-        lambda: ClockedConnection(clock), "127.0.0.1", port, backlog=4096
+        lambda: ClockedConnection(clock), "127.0.0.1", port, backlog=4096, ssl=_tls()
     )
     clock.start()
     await server.serve_forever()

@@ -49,6 +49,12 @@ class SimulatedParts:
     grpc_port: int = field(default_factory=free_port)
     services: dict[str, Service] = field(default_factory=dict)
 
+    @property
+    def engine_url(self) -> str:
+        """Base URL of the simulated engine."""
+        scheme = "https" if self.settings.get("RAGCACHE_TLS_DIR") else "http"
+        return f"{scheme}://{HOST}:{self.engine_port}"
+
     def start(self) -> None:
         """Start the processes and wait until they serve."""
         programs = {
@@ -58,7 +64,7 @@ class SimulatedParts:
         for name, words in programs.items():
             self.services[name] = _launch(self.folder, name, ["-m", *words], self.settings)
         engine, stand_ins = self.services.values()
-        engine.wait_until("serving", lambda: answers(f"http://{HOST}:{self.engine_port}/health"))
+        engine.wait_until("serving", lambda: answers(f"{self.engine_url}/health"))
         stand_ins.wait_until("serving", lambda: "serving" in stand_ins.log.read_text())
 
     def start_gateway(
@@ -70,7 +76,7 @@ class SimulatedParts:
             port,
             program,
             RAGCACHE_RETRIEVER=f"{HOST}:{self.grpc_port}",
-            RAGCACHE_ENGINES=f"http://{HOST}:{self.engine_port};records={self.grpc_port}",
+            RAGCACHE_ENGINES=f"{self.engine_url};records={self.grpc_port}",
             RAGCACHE_CACHESTORE=f"{HOST}:9",
             RAGCACHE_MODEL=str(self.model),
             RAGCACHE_MODEL_NAME="tiny",
@@ -89,9 +95,8 @@ class SimulatedParts:
         await self._set("first", first_token_s)
 
     async def _set(self, name: str, value: float) -> None:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            url = f"http://{HOST}:{self.engine_port}/{name}"
-            (await client.post(url, content=str(value))).raise_for_status()
+        async with httpx.AsyncClient(trust_env=False, verify=False) as client:
+            (await client.post(f"{self.engine_url}/{name}", content=str(value))).raise_for_status()
 
 
 @contextlib.contextmanager

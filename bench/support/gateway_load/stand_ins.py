@@ -9,7 +9,6 @@ Run it as a program: ``python -m bench.support.gateway_load.stand_ins PORT MODEL
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import sys
 from collections.abc import AsyncIterator
@@ -18,14 +17,15 @@ from typing import Any
 
 from ragcache_gateway.prompts.tokenizer import ChatTokenizer, load_tokenizer
 from ragcache_kv.model.tokenizer import pack_ids
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.server import GrpcServer
+from ragcache_wire.settings.part import PartSettings
 from ragcache_wire.v1 import (
     engine_pb2,
     engine_pb2_grpc,
     retriever_pb2,
     retriever_pb2_grpc,
 )
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 NUM_CHUNKS = 32
 WORDS = ("the", "service", "runs", "in", "region", "north", "and", "a", "team", "since", "last")
@@ -93,7 +93,7 @@ class FixedRecords(engine_pb2_grpc.EngineServicer):
 
 
 async def serve_parts(
-    port: int, retriever: FixedRetriever, keys: SigningKeys | None = None
+    port: int, retriever: FixedRetriever, credentials: Credentials = NO_CREDENTIALS
 ) -> GrpcServer:
     records = FixedRecords()  # type: ignore[abstract]  # gRPC answers the calls that it lacks
 
@@ -102,7 +102,7 @@ async def serve_parts(
         engine_pb2_grpc.add_EngineServicer_to_server(records, server)
 
     names = ["ragcache.v1.Retriever", "ragcache.v1.Engine"]
-    server = GrpcServer(f"127.0.0.1:{port}", names, register, keys=keys)
+    server = GrpcServer(f"127.0.0.1:{port}", names, register, credentials=credentials)
     await server.start()
     await server.set_ready()
     return server
@@ -110,9 +110,9 @@ async def serve_parts(
 
 async def serve(port: int, model: Path) -> None:
     """Serve until the process is stopped."""
-    keys = os.environ.get("RAGCACHE_SIGNING_KEY_FILE")
+    settings = PartSettings()
     retriever = FixedRetriever(load_tokenizer(model))  # type: ignore[abstract]
-    server = await serve_parts(port, retriever, SigningKeys(Path(keys)) if keys else None)
+    server = await serve_parts(port, retriever, settings.credentials)
     print("serving", flush=True)
     try:
         await asyncio.Event().wait()

@@ -46,6 +46,14 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- with .Values.image.digest }}@{{ . }}{{ else }}:{{ include "ragcache.tag" . }}{{ end }}
 {{- end -}}
 
+{{- define "ragcache.digests" -}}
+{{- $given := list -}}
+{{- range $name, $digest := .Values.image.digests -}}
+{{- with $digest }}{{ $given = append $given (printf "%s=%s" $name .) }}{{ end -}}
+{{- end -}}
+{{ join "," $given }}
+{{- end -}}
+
 {{- define "ragcache.serviceAccount" -}}
 {{ .Values.serviceAccount.name | default (include "ragcache.fullname" .) }}
 {{- end -}}

@@ -28,6 +28,12 @@ _DOCUMENTS = "/v1/documents"
 _PAGE = 1000
 SYNC_REPLY_S = 900.0
 """A slow CPU embeds the largest document for minutes, without a byte of response meanwhile."""
+_LATER_BYTES = 1 << 18
+"""Size above which a document is written later: the command asks what has become of it."""
+_RESPOND_ASYNC = {"Prefer": "respond-async"}
+_POLL_S = 2.0
+_POLL_PATIENCE_S = 120.0
+"""Longest time without an answer to the question what has become of a document."""
 _SHORTEST_WAIT_S = 1.0
 """Lower bound of the retry interval, also when the gateway suggests a shorter one."""
 _EVENT_PREFIX = "data:"
@@ -205,7 +211,7 @@ class GatewayApiClient:
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Insert or replace documents; yield the events of the batch, and its summary.
 
-        Closing early stops the batch.
+        Closing early stops the batch. Long documents are ``submitted``, see ``operation_end``.
         """
         path = f"/v1/documents:batch?collection={_quoted(collection)}"
         form: list[tuple[str, Any]] = []
@@ -216,9 +222,32 @@ class GatewayApiClient:
             if file.encoding:
                 form.append(("encoding", (None, file.encoding)))
             form.append(("file", ("file", file.content)))
-        request = self._http.build_request("POST", path, files=form)
+        request = self._http.build_request("POST", path, files=form, headers=_RESPOND_ASYNC)
         async for event in self._events(request):
             yield event
+
+    async def operation_end(self, operation_id: str) -> dict[str, Any]:
+        """Wait until a document that is written later is written, and return its operation.
+
+        Raises:
+            RequestRefused: It was not written.
+            TryLater: The gateway or a part stayed busy.
+            Unavailable: No gateway answered.
+        """
+        answered_s = self._clock()
+        while True:
+            try:
+                found = await self._call("GET", f"/v1/operations/{_quoted(operation_id)}")
+            except (TryLater, Unavailable):
+                if self._clock() - answered_s > _POLL_PATIENCE_S:
+                    raise
+            else:
+                answered_s = self._clock()
+                if found["state"] == "done":
+                    return found
+                if found["state"] != "pending":
+                    raise _failure_of(found)
+            await self._sleep(_POLL_S)
 
     async def backup(self) -> AsyncGenerator[bytes, None]:
         """Yield the parts of a file with all documents."""
@@ -310,7 +339,12 @@ class GatewayApiClient:
         }
         if content.file is not None:
             fields["metadata"] = json.dumps(fields["metadata"])
-        return await self._call("POST", _DOCUMENTS, fields, content.file)
+        text = content.file if content.file is not None else str(fields.get("text", ""))
+        if len(text) <= _LATER_BYTES:
+            return await self._call("POST", _DOCUMENTS, fields, content.file)
+        accepted = await self._call("POST", _DOCUMENTS, fields, content.file, is_later=True)
+        done = await self.operation_end(accepted["id"])
+        return done | {"warnings": accepted.get("warnings", [])}
 
     async def delete_document(self, collection: str, document_id: str) -> None:
         """Delete a document if it exists."""
@@ -395,12 +429,14 @@ class GatewayApiClient:
         path: str,
         body: Mapping[str, Any] | None = None,
         file: bytes | None = None,
+        *,
+        is_later: bool = False,
     ) -> dict[str, Any]:
         """Send a request, and repeat it while the gateway is unavailable or busy."""
         began_s = self._clock()
         while True:
             try:
-                return await self._send(method, path, body, file)
+                return await self._send(method, path, body, file, is_later=is_later)
             except (TryLater, Unavailable) as error:
                 wait_s = max(_SHORTEST_WAIT_S, error.retry_after_s)
                 if self._clock() - began_s + wait_s > self._patience_s:
@@ -408,15 +444,24 @@ class GatewayApiClient:
                 await self._sleep(wait_s)
 
     async def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, file: bytes | None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        file: bytes | None,
+        *,
+        is_later: bool,
     ) -> dict[str, Any]:
         """Send a request with a JSON object, or with a file and the fields of a form."""
+        headers = _RESPOND_ASYNC if is_later else {}
         async with self._translated():
             if file is None:
-                reply = await self._http.request(method, path, json=body)
+                reply = await self._http.request(method, path, json=body, headers=headers)
             else:
                 form = {"file": ("file", file)}
-                reply = await self._http.request(method, path, data=body, files=form)
+                reply = await self._http.request(
+                    method, path, data=body, files=form, headers=headers
+                )
             if reply.is_error:
                 raise _refusal(reply)
             value = reply.json() if reply.content else {}
@@ -446,6 +491,15 @@ def _collection(name: str) -> str:
 
 def _document(collection: str, document_id: str) -> str:
     return f"{_DOCUMENTS}/{_quoted(document_id)}?collection={_quoted(collection)}"
+
+
+def _failure_of(operation: Mapping[str, Any]) -> RequestRefused:
+    """Return the exception for a document that was not written."""
+    if operation["state"] == "cancelled":
+        message = "it was written or deleted again before it was written; ingest it again"
+    else:
+        message = str(operation["error"]["message"])
+    return RequestRefused(httpx.codes.BAD_REQUEST, message)
 
 
 def _refusal(reply: httpx.Response) -> RequestRefused:

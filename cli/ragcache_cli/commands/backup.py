@@ -101,6 +101,8 @@ async def _backup(
     partial = file.with_name(f"{file.name}.partial")
     reader = BackupReader(str(url))
     try:
+        # Only its owner may read the texts of all documents.
+        partial.touch(mode=0o600)
         with partial.open("wb") as opened, _progress(console) as progress:
             task = progress.add_task("backup", total=None)
             async with GatewayApiClient(url) as client, aclosing(client.backup()) as parts:

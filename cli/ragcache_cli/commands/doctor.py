@@ -117,7 +117,7 @@ def memory(spec: RagCacheSpec, available: int) -> Finding:
     engines = spec.own_engines
     needed = _OTHERS_BYTES + spec.cache_store.memory_bytes
     needed += _ENGINE_BYTES if engines else 0
-    needed += sum(engine.kv_memory_gib * _GIB + engine.host_tier_bytes for engine in engines)
+    needed += sum(engine.host_kv_bytes + engine.host_tier_bytes for engine in engines)
     found = f"{available / _GIB:.1f} GiB free, about {needed / _GIB:.1f} GiB needed"
     if available >= needed:
         return Finding("memory", found)

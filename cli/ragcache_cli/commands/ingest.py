@@ -15,7 +15,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ragcache_cli.clients.gateway_client import BatchFile, GatewayApiClient, GatewayTarget, TryLater
+from ragcache_cli.clients.gateway_client import (
+    BatchFile,
+    GatewayApiClient,
+    GatewayTarget,
+    RequestRefused,
+    TryLater,
+)
 from ragcache_cli.commands.options import FAILED, CollectionOption, GatewayOptions, grouped
 from ragcache_cli.commands.progress import IngestProgress
 from ragcache_cli.output.console import make_console, printable
@@ -177,15 +183,33 @@ class _FileBatch:
     ) -> list[tuple[DocumentFile, BatchFile]]:
         """Send documents; return those to send again."""
         left = dict(enumerate(batch))
+        submitted: list[tuple[DocumentFile, dict[str, Any]]] = []
         sent = self._gateway.put_batch(self._collection, [content for _, content in batch])
         async with aclosing(sent) as events:
             async for event in events:
                 if event["object"] == "batch.summary":
+                    await self._follow(submitted)
                     return list(left.values())
-                if event["state"] != "accepted" and not self._is_to_repeat(event):
+                if event["state"] == "submitted":
+                    submitted.append((left.pop(event["index"])[0], event))
+                elif event["state"] != "accepted" and not self._is_to_repeat(event):
                     file, _ = left.pop(event["index"])
                     self._on_done(_result(file, event))
         raise Unavailable("gateway", "it ended a batch early")
+
+    async def _follow(self, submitted: Sequence[tuple[DocumentFile, dict[str, Any]]]) -> None:
+        """Wait until long documents are written."""
+        for file, event in submitted:
+            name = event["id"] or file.where
+            try:
+                done = await self._gateway.operation_end(event["operation"])
+            except TryLater:
+                raise
+            except RequestRefused as error:
+                self._on_done(DocumentResult(name, RagCacheError(f"{file.where}: {error}")))
+            else:
+                written = {"state": "done", "changed": done["changed"], "chunks": done["chunks"]}
+                self._on_done(_result(file, event | written))
 
     def _is_to_repeat(self, event: dict[str, Any]) -> bool:
         error = event.get("error") or {}

@@ -27,8 +27,7 @@ class Check:
     ``failures`` is the number of consecutive failures that count.
     """
 
-    address: Address
-    path: str
+    url: str
     period_s: float
     timeout_s: float
     failures: int
@@ -95,8 +94,7 @@ def _command(container: Object) -> tuple[str, ...]:
 def _check(probe: Object) -> Check:
     get = probe["httpGet"]
     return Check(
-        address=Address(LOOPBACK, get["port"]),
-        path=get["path"],
+        url=f"{get['scheme'].lower()}://{Address(LOOPBACK, get['port'])}{get['path']}",
         period_s=probe["periodSeconds"],
         timeout_s=probe["timeoutSeconds"],
         failures=probe["failureThreshold"],
@@ -107,7 +105,7 @@ class Prober:
     """Runs the probes of all components."""
 
     def __init__(self) -> None:
-        # No proxies and no certificates: all components are on this machine.
+        # No proxies and no check of certificates: all components are on this machine.
         self._http = httpx.AsyncClient(trust_env=False, verify=False)
 
     async def close(self) -> None:
@@ -117,9 +115,8 @@ class Prober:
     async def ask(self, check: Check, api_key: str | None = None) -> str | None:
         """Run a probe within its timeout; return None on success, else the reason."""
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        url = f"http://{check.address}{check.path}"
         try:
-            reply = await self._http.get(url, timeout=check.timeout_s, headers=headers)
+            reply = await self._http.get(check.url, timeout=check.timeout_s, headers=headers)
         except httpx.TimeoutException:
             return f"no answer within {check.timeout_s:g} s"
         except httpx.HTTPError:

@@ -1,9 +1,10 @@
-"""The keys of a local platform: of plans, of this user's commands, and the user's API keys."""
+"""The keys of a local platform: of plans, stored values and commands, and the user's API keys."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,12 @@ from typing import Final
 
 from ragcache_cli.local.placement import API_KEYS_FILE, RUN_FOLDER
 from ragcache_core.access.key_file import KEY_BYTES, hash_text, key_of
+from ragcache_operator.builders.certificates import DAY_S, CertificateAuthority
+from ragcache_wire.peers.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE
 
 _NAME: Final = "api.key"
+_RUN_S: Final = 10 * 365 * DAY_S
+"""How long a certificate of a local platform is valid. Each start makes another one."""
 _HEAD: Final = "# API keys of this platform. Add entries with `ragcache keys new`.\n"
 
 
@@ -24,17 +29,46 @@ def plan_key_file(path: Path) -> Iterator[None]:
 
 
 @contextmanager
+def certificate_files(folder: Path, name: str) -> Iterator[None]:
+    """Write a certificate of a new authority for one run of a platform, and delete it at the end.
+
+    Args:
+        folder: In a folder that this user alone can read.
+        name: Name of the platform.
+    """
+    authority = CertificateAuthority(secrets.token_bytes(KEY_BYTES), name)
+    made = authority.issue_for(time.time(), _RUN_S)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (
+        private_file(folder / AUTHORITIES_FILE, made.authorities),
+        private_file(folder / KEY_FILE, made.private_key),
+        private_file(folder / CERTIFICATE_FILE, made.chain),
+    ):
+        yield
+
+
+@contextmanager
 def private_file(path: Path, content: str) -> Iterator[None]:
     """Write a file that this user alone can read, and delete it at the end."""
     path.unlink(missing_ok=True)
-    # The file never has wider permissions, and a link is not followed.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(content)
+    _create(path, content)
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def ensure_store_key(path: Path) -> None:
+    """Make a file with a new random key, readable by this user alone, unless it exists."""
+    if not path.exists():
+        _create(path, f"{secrets.token_hex(KEY_BYTES)}\n")
+
+
+def _create(path: Path, content: str) -> None:
+    # The file never has wider permissions, and a link is not followed.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(content)
 
 
 @contextmanager

@@ -21,6 +21,8 @@ API_KEYS_FILE: Final = "api-keys.toml"
 """Name of the user's file of API keys in the data folder."""
 AUDIT_FILE: Final = "audit/gateway.jsonl"
 """Audit log of the gateway in the data folder."""
+STORE_KEY_FILE: Final = "store.key"
+"""Key that names stored values, in the data folder."""
 ENGINE_KEYS_FOLDER: Final = "engine-keys"
 """Subfolder for the user's files with API keys of servers, by the name of the group."""
 RUN_FOLDER: Final = "run"
@@ -68,6 +70,9 @@ class LocalPlacement:
     owner = ""
     operator_namespace = None
     source_networks = ()
+    # The user of this machine chooses the issuers.
+    issuer_networks = ("0.0.0.0/0", "::/0")
+    certificate = None
     # Parts listen on loopback, so the gateway has one port, and needs no keys unless asked.
     is_cluster = False
 
@@ -112,6 +117,14 @@ class LocalPlacement:
     def signing_key_file(self) -> str:
         """Return a file in the private run folder."""
         return str(self._data / RUN_FOLDER / "plan.keys")
+
+    def tls_dir(self) -> str:
+        """Return a folder in the private run folder."""
+        return str(self._data / RUN_FOLDER / "tls")
+
+    def store_key_file(self) -> str:
+        """Return a file beside the values, which outlive a run of the platform."""
+        return str(self._data / STORE_KEY_FILE)
 
     def api_keys_file(self) -> str:
         """Return the user's file in the data folder."""

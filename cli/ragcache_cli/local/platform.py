@@ -17,7 +17,14 @@ from typing import Self
 import psutil
 
 from ragcache_cli.local.component import LocalComponent, Prober, components_from
-from ragcache_cli.local.key_files import ensure_key_file, plan_key_file, platform_key, read_api_key
+from ragcache_cli.local.key_files import (
+    certificate_files,
+    ensure_key_file,
+    ensure_store_key,
+    plan_key_file,
+    platform_key,
+    read_api_key,
+)
 from ragcache_cli.local.placement import RUN_FOLDER, LocalPlacement
 from ragcache_cli.local.ports import LOOPBACK, demand_free, free_ports
 from ragcache_cli.local.process import end_families, last_lines
@@ -33,6 +40,8 @@ from ragcache_cli.local.supervision import ProcessPhase, ProcessState, RestartPo
 from ragcache_cli.local.supervisor import LONGEST_GRACE_S, ComponentSupervisor
 from ragcache_core.errors import NotFound, RagCacheError, Unavailable
 from ragcache_operator.builders import build_children
+from ragcache_operator.builders.keys import asks_for_keys
+from ragcache_operator.builders.part_tls import platform_name
 from ragcache_operator.spec.ragcache import RagCache
 
 _LOG_LINES = 12
@@ -204,12 +213,16 @@ class LocalPlatform:
             self._gateway_port = next(ports)
         else:
             demand_free(self._gateway_port, "spec.gateway.port")
-        auth, key_hash = self._cache.spec.gateway.auth, None
-        if auth is not None and auth.enabled:
+        key_hash = None
+        if asks_for_keys(self._cache):
             ensure_key_file(self._data)
             key_hash = self._held.enter_context(platform_key(self._data))
         placement = LocalPlacement(self._data, self._gateway_port, ports, key_hash)
         self._held.enter_context(plan_key_file(Path(placement.signing_key_file())))
+        if self._cache.spec.tls.enabled:
+            folder, name = Path(placement.tls_dir()), platform_name(self._cache)
+            self._held.enter_context(certificate_files(folder, name))
+        ensure_store_key(Path(placement.store_key_file()))
         children = build_children(self._cache, placement)
         for component in components_from(children, self._cache.metadata.name):
             self._supervisors.append(self._make_supervisor(component))
@@ -268,7 +281,7 @@ class LocalPlatform:
     async def _until_answering(self, deadline: float) -> None:
         """Wait for the gateway, which is ready before it has heard from the engines."""
         [gateway] = self._named("gateway")
-        check = replace(gateway.component.readiness, path=_STATUS_PATH)
+        check = replace(gateway.component.readiness, url=f"{self.gateway_url}{_STATUS_PATH}")
         while (problem := await self._prober.ask(check, read_api_key(self._data))) is not None:
             self._check_components()
             if time.monotonic() > deadline:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ragcache_cli.sources.skipped import SkippedFile, SkipReason
 from ragcache_core.documents.formats import FORMAT_OF_SUFFIX, DocumentFormat, suffix_of
@@ -34,11 +35,22 @@ class DocumentFile:
     Args:
         id: Path of the file relative to the given folder, or the id that a line of JSON has.
         line: The line that has the document; None: the whole file.
+        inside: Real path of a folder that the file is in when it is opened; None: anywhere. Another
+            process may replace it by a link after it was found.
     """
 
     id: str
     path: Path
     line: LineSpan | None = None
+    inside: Path | None = None
+
+    def opened(self) -> BinaryIO:
+        """Open the file to read. Raises OSError, also if it is a link out of its folder."""
+        opened = self.path.open("rb")
+        if self.inside is not None and not _real_path(opened).is_relative_to(self.inside):
+            opened.close()
+            raise OSError(errno.EXDEV, "it is a link out of its source")
+        return opened
 
     @property
     def kind(self) -> DocumentFormat:
@@ -63,6 +75,12 @@ class Selection:
     files: tuple[DocumentFile, ...]
     refused: tuple[InvalidInput, ...]
     skipped: tuple[SkippedFile, ...]
+
+
+def _real_path(opened: BinaryIO) -> Path:
+    """Return where a file that was opened is. Where the system does not tell, follow its path."""
+    link = Path(f"/proc/self/fd/{opened.fileno()}")
+    return link.readlink() if link.exists() else Path(opened.name).resolve()
 
 
 def select(paths: Iterable[Path]) -> Selection:
@@ -108,8 +126,8 @@ def documents_in(files: Iterable[DocumentFile]) -> Iterator[DocumentFile]:
             yield file
             continue
         try:
-            for span in _lines(file.path):
-                yield DocumentFile(file.id, file.path, span)
+            for span in _lines(file):
+                yield replace(file, line=span)
         except OSError:
             yield file
 
@@ -128,7 +146,7 @@ def read_content(file: DocumentFile) -> bytes:
     span = file.line
     limit_bytes = LARGEST_BYTES + 1 if span is None else min(span.size, LARGEST_BYTES + 1)
     try:
-        with file.path.open("rb") as opened:
+        with file.opened() as opened:
             opened.seek(0 if span is None else span.start)
             content = opened.read(limit_bytes)
     except OSError as error:
@@ -152,10 +170,10 @@ def read_fields(file: DocumentFile) -> dict[str, Any]:
     return {**fields, "id": name}
 
 
-def _lines(path: Path) -> Iterator[LineSpan]:
+def _lines(file: DocumentFile) -> Iterator[LineSpan]:
     """Yield the lines of a file that are not empty. Raises OSError."""
     start = 0
-    with path.open("rb") as opened:
+    with file.opened() as opened:
         # A line over the limit is read in pieces, so that memory stays bounded.
         number, size, has_text = 1, 0, False
         while piece := opened.readline(LARGEST_BYTES):

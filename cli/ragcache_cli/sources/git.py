@@ -19,17 +19,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ragcache_cli.sources.archive import read_tar
-from ragcache_cli.sources.gate import SourceRoute
 from ragcache_cli.sources.reading import Deadline, Fetching, Scratch, SourceContents
 from ragcache_core.errors import InvalidInput, RagCacheError, TooLarge, Unavailable
 from ragcache_operator.spec.collection import GitSource
+from ragcache_wire.address_gate import CheckedRoute
 
 _TOKEN_USER = "x-access-token"
 """User name for hosts that accept a token as the password; they ignore it."""
-_KEPT_VARIABLES = re.compile(
-    r"PATH|(?:https?|no|all)_proxy|SSL_CERT_(?:FILE|DIR)|GIT_SSL_CAINFO", re.IGNORECASE
-)
-"""How to reach hosts and which authorities to trust. Git itself reads only GIT_SSL_CAINFO."""
+_KEPT_VARIABLES = re.compile(r"PATH|SSL_CERT_(?:FILE|DIR)|GIT_SSL_CAINFO", re.IGNORECASE)
+"""Which authorities to trust. Git itself reads only GIT_SSL_CAINFO."""
 _BLOCK_BYTES = 512
 """The unit of ``ulimit -f``."""
 _MAX_STDERR_CHARS = 200
@@ -148,7 +146,7 @@ class _Git:
         return Unavailable(self._what, last[0][:_MAX_STDERR_CHARS])
 
 
-def _environment(home: Path, url: str, token: str | None, route: SourceRoute) -> dict[str, str]:
+def _environment(home: Path, url: str, token: str | None, route: CheckedRoute) -> dict[str, str]:
     """Return an environment for git: no user settings, no prompts, http only.
 
     Git connects to the checked addresses of one host. It follows neither redirects nor the
@@ -159,6 +157,9 @@ def _environment(home: Path, url: str, token: str | None, route: SourceRoute) ->
         "http.lowSpeedLimit": "1000",
         "http.lowSpeedTime": "60",
         "http.followRedirects": "false",
+        # Git would read the variables of proxies in another way than the gate, and then connect to
+        # an unchecked address. An empty value is no proxy.
+        "http.proxy": route.proxy or "",
     }
     if route.pin is not None:
         settings["http.curloptResolve"] = route.pin

@@ -9,7 +9,6 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from ragcache_cli.sources.documents import DocumentFile
-from ragcache_cli.sources.gate import SourceGate
 from ragcache_cli.sources.git import read_git
 from ragcache_cli.sources.reading import (
     Deadline,
@@ -33,6 +32,7 @@ from ragcache_operator.spec.collection import (
     mount_name,
     token_variable,
 )
+from ragcache_wire.address_gate import AddressGate
 
 
 def read_folder(what: str, root: Path, path: str = "") -> SourceContents:
@@ -70,7 +70,7 @@ def read_folder(what: str, root: Path, path: str = "") -> SourceContents:
                     RejectedDocument(key, "is a link out of its source; put the file itself")
                 )
             elif file.is_file():
-                files.append(DocumentFile(key, file))
+                files.append(DocumentFile(key, file, inside=inside))
                 checked_number(what, len(files))
             else:
                 skipped += 1
@@ -154,7 +154,7 @@ def read_source(index: int, source: SourceSpec, here: Surroundings) -> SourceCon
 
 def _read(index: int, source: SourceSpec, what: str, here: Surroundings) -> SourceContents:
     mount = here.mounts / mount_name(index)
-    fetching = Fetching(SourceGate(here.rules), here.scratch, Deadline(TIMEOUT_S))
+    fetching = Fetching(AddressGate(here.rules), here.scratch, Deadline(TIMEOUT_S))
     if source.config_map is not None:
         return read_folder(what, mount)
     if source.volume is not None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ragcache_cli.sources.documents import DocumentFile, documents_in, read_fields
-from ragcache_cli.sources.gate import SourceGate
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
+from ragcache_wire.address_gate import AddressGate
 
 MOST_DOCUMENTS = 50_000
 """Limit for one source, because names are kept in memory."""
@@ -132,6 +132,6 @@ class Deadline:
 class Fetching:
     """What reading a source over the network needs: hosts that it may have, space and time."""
 
-    gate: SourceGate
+    gate: AddressGate
     scratch: Scratch
     deadline: Deadline

@@ -11,7 +11,6 @@ import httpx
 
 from ragcache_cli.sources.archive import read_tar_gz, read_zip
 from ragcache_cli.sources.documents import LARGEST_BYTES, DocumentFile
-from ragcache_cli.sources.gate import SourceRoute
 from ragcache_cli.sources.reading import Fetching, Scratch, SourceContents
 from ragcache_core.documents.formats import (
     FORMAT_OF_MEDIA_TYPE,
@@ -21,6 +20,7 @@ from ragcache_core.documents.formats import (
     suffix_of,
 )
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
+from ragcache_wire.address_gate import CheckedRoute
 
 MOST_REDIRECTS = 5
 _CONNECT_S = 10.0
@@ -119,7 +119,7 @@ def _final_reply(
 
 
 @contextmanager
-def _reply(route: SourceRoute, url: httpx.URL, token: str | None) -> Iterator[httpx.Response]:
+def _reply(route: CheckedRoute, url: httpx.URL, token: str | None) -> Iterator[httpx.Response]:
     """Request a URL from the first address that accepts a connection."""
     # An archive must arrive as it is, without transparent decompression.
     headers = {"Accept-Encoding": "identity", "Host": url.netloc.decode("ascii")}

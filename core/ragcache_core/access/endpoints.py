@@ -35,7 +35,7 @@ _DESCRIPTIONS: Final = frozenset({"/openapi.json", "/v1/models"})
 _COLLECTION_PREFIX: Final = "/v1/collections"
 _HEALTH_PATHS: Final = frozenset({"/health", "/healthz", "/readyz"})
 _WRITE_PATHS: Final = frozenset({"/v1/collections", "/v1/documents", "/v1/documents:batch"})
-_WRITE_PREFIXES: Final = ("/v1/collections/", "/v1/documents/")
+_WRITE_PREFIXES: Final = ("/v1/collections/", "/v1/documents/", "/v1/operations/")
 
 
 def plain_path(path: str) -> str:
@@ -49,7 +49,7 @@ def plain_path(path: str) -> str:
 
 
 def allowed_scopes(method: str, path: str) -> tuple[Scope, ...]:
-    """Return the scopes of which a request needs one; none: it needs no key at all."""
+    """Return the scopes that allow a request, one is enough. None: it needs no key at all."""
     if path in OPEN_PATHS or is_console_path(path):
         return ()
     is_read = method == "GET"

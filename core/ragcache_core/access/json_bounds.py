@@ -52,11 +52,17 @@ def check_json(body: bytes, field: str = "body", max_values: int = MAX_VALUES) -
     num_opened = body.count(b"[") + body.count(b"{")
     if num_opened <= MAX_NESTING and num_opened + body.count(b",") < max_values:
         return  # even if every character were outside of texts
+    count_values(body, field, max_values)
+
+
+def count_values(body: bytes, field: str, max_values: int) -> int:
+    """Return the number of values of JSON, and refuse it as ``check_json`` does."""
     shape = json_shape(body, max_values)
     if shape is None:
         raise TooLarge(field, f"has over {max_values} values", "send fewer at once")
     if shape[1] > MAX_NESTING:
         raise InvalidInput(field, f"is nested over {MAX_NESTING} levels deep", "send less")
+    return shape[0]
 
 
 def json_shape(body: bytes, max_values: int) -> tuple[int, int] | None:

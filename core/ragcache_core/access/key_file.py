@@ -120,10 +120,14 @@ class KeyTable:
 
     Attributes:
         names_keys: Whether the file has ``keys``, be it an empty list.
+        listed: Rules of the tenants that the file lists, also of those without a key.
+        cached_token_price: What a cached token counts in quotas.
     """
 
     callers: Mapping[bytes, Caller]
     names_keys: bool = field(default=True, compare=False)
+    listed: Mapping[str | None, TenantRules] = field(default_factory=dict)
+    cached_token_price: float = DEFAULT_CACHED_TOKEN_PRICE
 
     def find(self, key: str) -> Caller | None:
         """Return the caller of a key, or None if no entry has it."""
@@ -135,9 +139,10 @@ class KeyTable:
         return frozenset(c.tenant for c in self.callers.values() if c.tenant is not None)
 
     @property
-    def rules(self) -> dict[str | None, TenantRules]:
-        """Rules of the tenants that have a key; None: all callers without a tenant."""
-        return {one.tenant: one.rules for one in self.callers.values()}
+    def named(self) -> frozenset[str]:
+        """Tenants with a key that metrics name."""
+        callers = self.callers.values()
+        return frozenset(one.tenant for one in callers if one.tenant is not None and one.is_named)
 
 
 def key_of(random_bytes: bytes) -> str:
@@ -208,7 +213,7 @@ def parse_key_file(content: bytes, read_filter: ReadFilter) -> KeyTable:
             else:
                 caller = replace(caller, is_named=False)
         callers[digest] = caller
-    return KeyTable(callers, "keys" in document)
+    return KeyTable(callers, "keys" in document, rules, price)
 
 
 def replacing(table: KeyTable, before: KeyTable) -> KeyTable:

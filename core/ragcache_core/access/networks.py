@@ -34,8 +34,9 @@ METADATA_ADDRESSES: Final = frozenset(
 )
 """Services that give a cloud machine its credentials."""
 
+_GLOBAL_UNICAST: Final = ipaddress.IPv6Network("2000::/3")
+"""All IPv6 addresses that are public are in it. Source: RFC 4291 section 2.4, IANA's registry."""
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
-_LOCAL_NAT64: Final = ipaddress.IPv6Network("64:ff9b:1::/48")
 _COMPATIBLE: Final = ipaddress.IPv6Network("::/96")
 
 
@@ -57,7 +58,9 @@ class AddressRules:
             return any(one.num_addresses == 1 and inner in one for one in self.allowed)
         if any(inner in one for one in self.allowed):
             return True
-        return inner.is_global and not inner.is_multicast and inner not in _LOCAL_NAT64
+        if isinstance(inner, ipaddress.IPv6Address) and inner not in _GLOBAL_UNICAST:
+            return False
+        return inner.is_global and not inner.is_multicast
 
 
 PUBLIC_ONLY: Final = AddressRules()

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 _NAME_CHARS: Final = 6
 
 _IPV4: Final = r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}"
-_IPV6: Final = r"(?:[0-9A-Fa-f]{1,4}:){5,7}[0-9A-Fa-f]{1,4}|[0-9A-Fa-f:]*::[0-9A-Fa-f:.]*"
+_IPV6: Final = r"(?:[0-9A-Fa-f]{1,4}:){5,7}[0-9A-Fa-f]{1,4}|(?=[0-9A-Fa-f:]*?::)[0-9A-Fa-f:.]++"
 _HOST: Final = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _END: Final = r"(?![\w-]|[.:][0-9])"
 _ADDRESS: Final = re.compile(
-    r"(?P<url>\b[a-z][a-z0-9+]*://[^\s'\"<>,;)\]]+(?:\][^\s'\"<>,;)]*)?)"
+    r"(?P<url>\b[a-z][a-z0-9+]{0,31}://[^\s'\"<>,;)\]]+(?:\][^\s'\"<>,;)]*)?)"
     rf"|\[(?:{_IPV6})\](?::[0-9]+)?"
     r"|%5B[0-9A-Fa-f:.]+%5D(?::[0-9]+)?"
     rf"|(?<![\w.-])(?:{_HOST}:[0-9]{{2,5}}|{_IPV4}){_END}"

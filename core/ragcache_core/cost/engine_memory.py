@@ -25,27 +25,46 @@ _PROCESS_BYTES: Final = 3 * _GIB
 """vLLM's processes, their libraries and the activations of a full batch."""
 _LEAST_PROCESS_BYTES: Final = 1 * _GIB
 """What vLLM's processes take with the smallest model."""
+_GPU_PROCESS_BYTES: Final = 8 * _GIB
+"""vLLM's processes with CUDA's libraries, and the buffers from which weights are copied."""
+_LEAST_GPU_PROCESS_BYTES: Final = 3 * _GIB
 _QUEUE_DIVISOR: Final = 4
 """Values that wait to be copied into the host tier take a quarter of its size."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Sizes of what an engine keeps in host memory, in bytes."""
+    """Sizes of what an engine keeps in host memory, in bytes.
+
+    Attributes:
+        on_gpu: Whether weights and KV are in a GPU's memory. Then both sizes are 0.
+    """
 
     weights_bytes: int
     kv_bytes: int
     host_tier_bytes: int
+    on_gpu: bool = False
+
+    @classmethod
+    def beside_gpu(cls, host_tier_bytes: int) -> EngineMemory:
+        """Return what an engine on a GPU keeps in host memory."""
+        return cls(0, 0, host_tier_bytes, on_gpu=True)
 
     @property
     def request_bytes(self) -> int:
         """What the engine should request, rounded up to MiB."""
-        return -(-(self._held_bytes + _PROCESS_BYTES) // _MIB) * _MIB
+        process_bytes = _GPU_PROCESS_BYTES if self.on_gpu else _PROCESS_BYTES
+        return -(-(self._held_bytes + process_bytes) // _MIB) * _MIB
 
     @property
     def least_bytes(self) -> int:
         """What the engine certainly fills."""
-        return self._held_bytes + _LEAST_PROCESS_BYTES
+        return self._held_bytes + self.least_process_bytes
+
+    @property
+    def least_process_bytes(self) -> int:
+        """What vLLM's processes certainly fill."""
+        return _LEAST_GPU_PROCESS_BYTES if self.on_gpu else _LEAST_PROCESS_BYTES
 
     @property
     def _held_bytes(self) -> int:
@@ -67,11 +86,22 @@ def check_engine_memory(memory: EngineMemory, limits_bytes: Mapping[str, int]) -
         return
     weights = f"{math.ceil(memory.weights_bytes / (_GIB >> 4)) / 16:.4g}Gi"
     enough = f"{math.ceil(memory.request_bytes / _GIB)}Gi"
+    parts = (
+        f"hostTier takes {_size(memory.host_tier_bytes)}"
+        if memory.on_gpu
+        else f"the weights take {_size(memory.weights_bytes)}, kvMemory {_size(memory.kv_bytes)}, "
+        f"hostTier {_size(memory.host_tier_bytes)}"
+    )
+    problem = (
+        f"the {name} of {_size(limit_bytes)} is too small: {parts} and vLLM at least "
+        f"{_size(memory.least_process_bytes)}"
+    )
+    if memory.on_gpu:
+        fix = f"raise memory and memoryLimit to {enough} where they are set, or lower hostTier"
+        raise InvalidInput("spec.engines[].resources", problem, fix)
     raise InvalidInput(
         "spec.engines[].resources",
-        f"the {name} of {_size(limit_bytes)} is too small: the weights take "
-        f"{_size(memory.weights_bytes)}, kvMemory {_size(memory.kv_bytes)}, hostTier "
-        f"{_size(memory.host_tier_bytes)} and vLLM at least {_size(_LEAST_PROCESS_BYTES)}",
+        problem,
         f"set spec.model.weights to {weights}, which is a guess or 0 if unset, and raise memory "
         f"and memoryLimit to {enough} where they are set"
         if name == MEMORY_REQUEST

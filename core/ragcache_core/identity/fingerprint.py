@@ -230,7 +230,11 @@ def _uses_long_rotation(config: Mapping[str, Any], max_length: int | None) -> bo
 
 
 def kv_space(
-    fingerprint: str, config: Mapping[str, Any], dtype: str, max_length: int | None = None
+    fingerprint: str,
+    config: Mapping[str, Any],
+    dtype: str,
+    name_key: bytes = b"",
+    max_length: int | None = None,
 ) -> KVSpace:
     """Return the KV space of a decoder with ordinary (grouped-query) attention.
 
@@ -239,6 +243,7 @@ def kv_space(
         config: Content of config.json.
         dtype: As the engine stores KV. ``auto`` resolves as in vLLM: the dtype of the checkpoint,
             but bfloat16 for float32 or a checkpoint that names none.
+        name_key: Of the platform's store key. Empty: it has none.
         max_length: Most tokens of prompt and answer together, which decides about the KV of models
             with LongRoPE.
 
@@ -260,4 +265,4 @@ def kv_space(
         dtype = "bfloat16" if dtype == "float32" else dtype
     if _uses_long_rotation(config, max_length):
         fingerprint += _LONG_SIDE
-    return KVSpace(fingerprint, layers, kv_heads, head_dim, dtype)
+    return KVSpace(fingerprint, layers, kv_heads, head_dim, dtype, name_key)

@@ -4,13 +4,16 @@ A variant is the KV of one chunk computed after one prefix, so a pair of keys na
 depend on a *KV space* (the model, tokenizer, KV layout, dtype and rope settings) and on an *access
 domain* (who may share the KV). The same tokens in another space or domain have other keys, so they
 are never served across.
+
+The hashes are keyed with the platform's store key, if it has one. So a caller without it cannot
+tell under which name the KV of a known text is stored.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +42,8 @@ class KVSpace:
         num_kv_heads: KV heads of one layer.
         head_dim: Numbers per head.
         dtype: Element type as stored, such as ``bfloat16``.
+        name_key: Key of the hashes that name chunks and prefixes (``StoreKey.names``). Empty: the
+            platform has none.
     """
 
     model: str
@@ -46,9 +51,10 @@ class KVSpace:
     num_kv_heads: int
     head_dim: int
     dtype: str
+    name_key: bytes = field(default=b"", repr=False)
 
     def digest(self) -> bytes:
-        """Return the 128-bit digest that is part of every key of this space."""
+        """Return the 128-bit digest that is part of every key of this space. It is no secret."""
         text = "|".join(
             (
                 "kv-space-1",
@@ -105,11 +111,15 @@ def chunk_key(space: KVSpace, domain: str, token_ids: TokenIds) -> ChunkKey:
 
 def chunk_key_of_digest(space: KVSpace, domain: str, digest: bytes) -> ChunkKey:
     """Return the key of a chunk whose ``token_digest`` is known."""
-    hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=b"ragcache-chunk")
+    hasher = _hasher(space, b"ragcache-chunk")
     hasher.update(space.digest())
     hasher.update(domain.encode() + b"\0")
     hasher.update(digest)
     return hasher.digest()
+
+
+def _hasher(space: KVSpace, purpose: bytes) -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=KEY_BYTES, person=purpose, key=space.name_key)
 
 
 class PrefixHasher:
@@ -119,7 +129,7 @@ class PrefixHasher:
     """
 
     def __init__(self, space: KVSpace, domain: str) -> None:
-        self._hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=b"ragcache-prefix")
+        self._hasher = _hasher(space, b"ragcache-prefix")
         self._hasher.update(space.digest())
         self._hasher.update(domain.encode() + b"\0")
 

@@ -13,6 +13,9 @@ from typing import Final
 
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
 
+TAG_BYTES: Final = 16
+"""Length of a value's authentication tag."""
+
 
 class Codec(StrEnum):
     """How numbers of KV are stored. ``ragcache_kv.codecs`` encodes and decodes them."""
@@ -172,13 +175,32 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
+@dataclass(frozen=True, slots=True)
+class ValueHeader:
+    """What a store tells of a value before its bytes.
+
+    Attributes:
+        parts: The layers of the value, one after another.
+        value_format: Version of the value's layout (``ragcache_kv.values.layout``).
+        tag: As the put had it (``PutCompletion``).
+    """
+
+    info: VariantInfo
+    parts: tuple[ValuePart, ...]
+    shape: ValueShape | None
+    value_format: int
+    tier: Tier
+    tag: bytes = b""
+
+
 class Miss(StrEnum):
     """Why a requested variant is not served."""
 
     NEVER_STORED = "never_stored"
     EVICTED = "evicted"
     DELETED = "deleted"
-    CORRUPT = "corrupt"  # a checksum did not match; the store removed the variant
+    CORRUPT = "corrupt"  # a checksum did not match, so the store removed it.
+    FORGED = "forged"  # a client found a tag that the platform's key did not make
     APPROXIMATE = "approximate"  # stored, but not exact as requested
     OTHER_PRECISION = "other_precision"  # stored, but not lossless as requested
     OTHER_DOMAIN = "other_domain"

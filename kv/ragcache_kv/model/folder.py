@@ -12,6 +12,7 @@ from typing import Any, Final
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.fingerprint import kv_space, model_fingerprint
 from ragcache_core.identity.keys import KVSpace
+from ragcache_core.identity.store_key import StoreKey
 from ragcache_kv.model.weights import digest_weights
 
 _OTHER_FILES: Final = ("tokenizer.json", "params.json", "hf_quant_config.json")
@@ -29,14 +30,18 @@ class ModelFolder:
     config: dict[str, Any]
     fingerprint: str
 
-    def space(self, dtype: str, max_length: int | None = None) -> KVSpace:
-        """Return the KV space with KV of dtype (``auto``: that of the checkpoint).
+    def space(
+        self, dtype: str, store_key: StoreKey | None = None, max_length: int | None = None
+    ) -> KVSpace:
+        """Return the KV space.
 
         Args:
-            dtype: Of keys and values.
+            dtype: Of keys and values. ``auto``: that of the checkpoint.
+            store_key: The platform's; None: it has none.
             max_length: Most tokens of prompt and answer together (``kv_space``).
         """
-        return kv_space(self.fingerprint, self.config, dtype, max_length)
+        name_key = b"" if store_key is None else store_key.names
+        return kv_space(self.fingerprint, self.config, dtype, name_key, max_length)
 
 
 def load_model_folder(
@@ -49,7 +54,9 @@ def load_model_folder(
 
     Args:
         source: A folder, or a Hugging Face name, whose snapshot is downloaded unless it is cached.
-        revision: Branch, tag or commit of a Hugging Face name. None: the default branch.
+            A name may end with ``@COMMIT``.
+        revision: Branch, tag or commit of a Hugging Face name without one. None: the default
+            branch.
         with_weights: Whether KV of the model is stored. Without it, the weights of a folder are not
             read, and its fingerprint is another one.
 
@@ -105,7 +112,10 @@ def find_tokenizer(source: str) -> Path:
 
 def _folder(source: str, patterns: list[str], revision: str | None = None) -> Path:
     path = Path(source)
-    return path if path.is_dir() else _snapshot(source, patterns, revision)
+    if path.is_dir():
+        return path
+    name, _, commit = source.partition("@")
+    return _snapshot(name, patterns, commit or revision)
 
 
 def _vocabulary(config: Mapping[str, Any]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,8 @@ _FILES = (
 class ControlTexts:
     """The texts of a model's control tokens, and where other texts have them.
 
-    Its time is linear in a text, also for the thousands of control tokens that some models have.
+    One expression looks for all of them along their common beginnings. So its time is linear in a
+    text, also for the thousands of control tokens that some models have.
 
     Args:
         texts: Of the control tokens, in any order, without repetition.
@@ -45,28 +47,28 @@ class ControlTexts:
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(texts)
-        self._known = frozenset(texts)
-        lengths: dict[str, set[int]] = {}
-        for text in texts:
-            lengths.setdefault(text[0], set()).add(len(text))
-        self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
-        firsts = "".join(map(re.escape, lengths))
-        self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
+        self._any = re.compile(_one_of(sorted(self.texts)) if self.texts else "(?!)")
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Return the bounds of each control token in a text, ascending: the longest from left."""
-        found = []
-        at = 0
-        while (match := self._first.search(text, at)) is not None:
-            start = match.start()
-            at = start + 1
-            for length in self._lengths[match[0]]:
-                at_end = min(start + length, len(text))
-                if text[start:at_end] in self._known:
-                    at = at_end
-                    found.append((start, at))
-                    break
-        return found
+        return [match.span() for match in self._any.finditer(text)]
+
+
+def _one_of(texts: Sequence[str]) -> str:
+    """Return an expression for the longest of some texts, which are sorted and not empty."""
+    ends_here = not texts[0]
+    rest = texts[1:] if ends_here else texts
+    branches = []
+    for _, group in itertools.groupby(rest, key=lambda text: text[0]):
+        same = list(group)
+        # What the first and the last of sorted texts share, all of them share.
+        alike = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(same[0], same[-1], strict=False)
+        )
+        shared = sum(1 for _ in alike)
+        inner = _one_of([text[shared:] for text in same]) if len(same) > 1 else ""
+        branches.append(re.escape(same[0][:shared]) + inner)
+    return f"(?:{'|'.join(branches)}){'?' if ends_here else ''}"
 
 
 class ChunkTokenizer:
@@ -120,14 +122,14 @@ class ChunkTokenizer:
 
         A server that tokenizes the text then takes it as plain text. Safe for threads.
         """
-        if self.is_disguised(text) and not self.control_texts.spans(text):
-            return _APART.join(text)
         pieces: list[str] = []
-        end = 0
-        for start, _ in self.control_texts.spans(text):
-            pieces += (text[end : start + 1], _APART)
-            end = start + 1
-        return "".join([*pieces, text[end:]])
+        at = 0
+        for start, end in [*self.control_texts.spans(text), (len(text), len(text))]:
+            part = text[at:start]
+            pieces.append(_APART.join(part) if self.is_disguised(part) else part)
+            pieces += (text[start : start + 1], _APART, text[start + 1 : end]) * (start < end)
+            at = end
+        return "".join(pieces)
 
     def is_disguised(self, text: str) -> bool:
         """Whether a text becomes a control token only once the tokenizer has normalized it."""

@@ -59,7 +59,7 @@ def read_weights_bytes(source: str, dtype: str) -> int | None:
     It reads headers and no weights, also of a model of the Hugging Face hub.
 
     Args:
-        source: A folder, or a Hugging Face name.
+        source: A folder, or a Hugging Face name, with ``@COMMIT`` if it is pinned.
         dtype: The type that weights are converted to. ``auto`` is the stored type, except that
             float32 becomes a type of 16 bits.
     """
@@ -127,12 +127,14 @@ def _file_sizes(path: Path, dtype: str) -> Mapping[str, int]:
     }
 
 
-def _hub_bytes(name: str, dtype: str) -> int:
+def _hub_bytes(source: str, dtype: str) -> int:
     from huggingface_hub import get_safetensors_metadata  # noqa: PLC0415  only for names
 
+    name, _, commit = source.partition("@")
+    metadata = get_safetensors_metadata(name, revision=commit or None)
     return sum(
         _loaded_bytes(tensor.dtype, tensor.shape, tensor.data_offsets, dtype)
-        for file in get_safetensors_metadata(name).files_metadata.values()
+        for file in metadata.files_metadata.values()
         for tensor in file.tensors.values()
     )
 

@@ -26,14 +26,13 @@ from ragcache_kv.values.conversions import (
     to_key,
     to_lookup_request,
 )
-from ragcache_wire.channel import OPTIONS
-from ragcache_wire.peers.signed_channel import signed
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
+from ragcache_wire.peers.peer_channel import open_channel
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.tracing import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
 from ragcache_wire.watched.members import Members
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 T = TypeVar("T")
 
@@ -41,8 +40,8 @@ T = TypeVar("T")
 class AsyncStoreClient:
     """Client of the store at address ("host:port"), for one event loop."""
 
-    def __init__(self, address: str, keys: SigningKeys | None = None) -> None:
-        self._channel = signed(grpc.aio.insecure_channel(address, options=OPTIONS), keys)
+    def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._channel = open_channel(address, credentials)
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
 
     async def close(self, grace_s: float | None = None) -> None:
@@ -93,12 +92,12 @@ class AsyncShardedStore:
 
     Args:
         members: The shards.
-        keys: The platform's signing keys. None: calls carry no token.
+        credentials: With what the client proves that it belongs to the platform.
     """
 
-    def __init__(self, members: Members, keys: SigningKeys | None = None) -> None:
+    def __init__(self, members: Members, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._members = members
-        self._keys = keys
+        self._credentials = credentials
         self._addresses: tuple[str, ...] = ()
         self._clients: dict[str, AsyncStoreClient] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -185,7 +184,8 @@ class AsyncShardedStore:
             self._addresses = addresses
             before = self._clients
             self._clients = {
-                name: before.get(name) or AsyncStoreClient(name, self._keys) for name in addresses
+                name: before.get(name) or AsyncStoreClient(name, self._credentials)
+                for name in addresses
             }
             for name in before.keys() - self._clients.keys():
                 # Running calls end at their deadlines, in the background.

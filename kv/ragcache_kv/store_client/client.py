@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ import grpc
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import (
     Ack,
@@ -52,13 +54,13 @@ from ragcache_kv.values.conversions import (
 )
 from ragcache_kv.values.outgoing_value import OutgoingValue
 from ragcache_kv.values.stored_value import Allocate, StoredValue
-from ragcache_wire.channel import OPTIONS
-from ragcache_wire.peers.signed_channel import signed
+from ragcache_kv.values.tags import TaggedValue, is_authentic
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
+from ragcache_wire.peers.peer_channel import open_blocking_channel
 from ragcache_wire.status import NoAnswer, from_rpc_error
 from ragcache_wire.tracing import metadata, traceparent
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.v1 import cachestore_pb2_grpc
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 __all__ = [
     "DELETE_TIMEOUT_S",
@@ -96,14 +98,17 @@ class StoreClient:
         self,
         address: str,
         transports: Sequence[str] = TRANSPORTS,
-        keys: SigningKeys | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
+        store_key: StoreKey | None = None,
     ) -> None:
         """Keep the address. The client connects at its first call.
 
         Args:
             address: "host:port".
             transports: The transports to try, in this order.
-            keys: The platform's signing keys. None: calls carry no token.
+            credentials: With what the client proves that it belongs to the platform.
+            store_key: Makes and checks the tags of values. None: they are put without one, and read
+                with any.
 
         Raises:
             InvalidInput: A transport is unknown.
@@ -114,8 +119,9 @@ class StoreClient:
         self.address = address
         self.hello: pb.HelloReply | None = None
         self._transports = tuple(transports)
-        self._keys = keys
-        self._channel = signed(grpc.insecure_channel(address, options=OPTIONS), keys)
+        self._credentials = credentials
+        self._channel = open_blocking_channel(address, credentials)
+        self._store_key = store_key
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
         self._lock = threading.Lock()
         self._transport: Transport | None = None
@@ -166,8 +172,9 @@ class StoreClient:
         """Send the request now, and return the values in the order of keys.
 
         The iterator returns each value when it is complete and verified. A value that does not
-        match its checksums is Miss.CORRUPT, and the client reports it to the store. A caller that
-        stops early ends the call.
+        match its checksums is Miss.CORRUPT, and the client reports it to the store. One whose tag
+        was not made with the platform's key is Miss.FORGED, and the client deletes it. A caller
+        that stops early ends the call.
 
         Args:
             keys: The variants.
@@ -189,7 +196,7 @@ class StoreClient:
             keys, deadline, exact, domain, allocate, traceparent(), fix_overheads or {}
         )
         answers = self._carry(request.deadline, lambda transport: transport.get(request))
-        return self._noting(zip(keys, answers, strict=True))
+        return self._checked(self._noting(zip(keys, answers, strict=True)))
 
     def put(
         self, variant: NewVariant, value: OutgoingValue, timeout_s: float, ack: Ack = Ack.ACCEPTED
@@ -202,6 +209,8 @@ class StoreClient:
             IncompleteValue: The value was not completed in time.
         """
         deadline = time.monotonic() + timeout_s
+        if self._store_key is not None:
+            value = TaggedValue(self._store_key, variant, value)
         return self._carry(deadline, lambda transport: transport.put(variant, value, ack, deadline))
 
     def find_misses(
@@ -313,6 +322,28 @@ class StoreClient:
             self._needs_check = True
             raise
 
+    def _checked(
+        self, answers: Iterator[tuple[VariantKey, StoredValue | Miss]]
+    ) -> Iterator[tuple[VariantKey, StoredValue | Miss]]:
+        """Check the tag of each value in the caller's memory, which the store cannot change."""
+        for key, answer in answers:
+            if (
+                self._store_key is None
+                or isinstance(answer, Miss)
+                or is_authentic(self._store_key, key, answer)
+            ):
+                yield key, answer
+                continue
+            log.error(
+                "store client: value is forged address=%s variant=%s",
+                self.address,
+                key.to_bytes().hex(),
+            )
+            # Its checksums hold, so the store would keep it, and refuse the right value.
+            with suppress(RagCacheError):
+                self.delete(Deletion(os.urandom(16), variants=(key,)), LOOKUP_TIMEOUT_S)
+            yield key, Miss.FORGED
+
     def _noting(
         self, answers: Iterator[tuple[VariantKey, StoredValue | Miss]]
     ) -> Iterator[tuple[VariantKey, StoredValue | Miss]]:
@@ -420,11 +451,11 @@ class StoreClient:
     def _make(self, name: str, hello: pb.HelloReply) -> Transport | None:
         if name == "shared":
             path = hello.data_socket
-            return SharedMemoryTransport(path, hello.boot, self._keys) if path else None
+            return SharedMemoryTransport(path, hello.boot, self._credentials) if path else None
         if name == "socket":
             host = self.address.rpartition(":")[0].strip("[]")
             port = hello.data_port
-            return TcpTransport((host, port), hello.boot, self._keys) if port else None
+            return TcpTransport((host, port), hello.boot, self._credentials) if port else None
         return GrpcTransport(self._channel)
 
     def _require_own(self) -> None:

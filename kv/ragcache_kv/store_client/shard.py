@@ -16,12 +16,13 @@ from contextvars import copy_context
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.identity.variant import Miss
 from ragcache_kv.store_client.client import LOOKUP_TIMEOUT_S, StoreClient
 from ragcache_kv.transport.transport import SERVICE
 from ragcache_kv.values.stored_value import ValueOrMiss
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.status import NoAnswer
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger("ragcache.store")
 
@@ -40,9 +41,14 @@ class Shard:
         is_removed: Whether it is no member any more.
     """
 
-    def __init__(self, address: str, keys: SigningKeys | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials = NO_CREDENTIALS,
+        store_key: StoreKey | None = None,
+    ) -> None:
         self.address = address
-        self.client = StoreClient(address, keys=keys)
+        self.client = StoreClient(address, credentials=credentials, store_key=store_key)
         self.num_users = 0
         self.outstanding_bytes = 0
         self.is_removed = False

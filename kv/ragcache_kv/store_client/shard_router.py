@@ -12,10 +12,11 @@ from typing import TypeVar
 from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.store_api import AsOf, ChunkVariants, StoredVariant
 from ragcache_kv.store_client.shard import Shard
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.watched.members import Members
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 NO_SHARDS = "it has no shards"
 
@@ -74,9 +75,15 @@ class ShardRouter:
     A removed member's channel is closed after its last call.
     """
 
-    def __init__(self, members: Members, keys: SigningKeys | None = None) -> None:
+    def __init__(
+        self,
+        members: Members,
+        credentials: Credentials = NO_CREDENTIALS,
+        store_key: StoreKey | None = None,
+    ) -> None:
         self._members = members
-        self._keys = keys
+        self._credentials = credentials
+        self._store_key = store_key
         self._lock = threading.Lock()
         self._addresses: tuple[str, ...] = ()
         self._rendezvous = RendezvousHash(())
@@ -215,7 +222,10 @@ class ShardRouter:
         self._addresses = addresses
         self._rendezvous = RendezvousHash(addresses)
         before = self._shards
-        self._shards = {name: before.get(name) or Shard(name, self._keys) for name in addresses}
+        self._shards = {
+            name: before.get(name) or Shard(name, self._credentials, self._store_key)
+            for name in addresses
+        }
         # The owners have changed, and copies with them.
         self._hints.clear()
         for name in before.keys() - self._shards.keys():

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
+from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import (
     Ack,
@@ -41,8 +42,8 @@ from ragcache_kv.store_client.shard_router import (
 from ragcache_kv.transport.transport import SERVICE
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingValue
 from ragcache_kv.values.stored_value import Allocate, ValueOrMiss
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.watched.members import Members
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 MAX_CONCURRENT_CALLS = 256
 """Threads that read several shards at once.
@@ -61,11 +62,18 @@ class ShardedStore:
 
     Args:
         members: The shards.
-        keys: The platform's signing keys. None: calls carry no token.
+        credentials: With what the client proves that it belongs to the platform.
+        store_key: Makes and checks the tags of values. None: they are put without one, and read
+            with any.
     """
 
-    def __init__(self, members: Members, keys: SigningKeys | None = None) -> None:
-        self._router = ShardRouter(members, keys)
+    def __init__(
+        self,
+        members: Members,
+        credentials: Credentials = NO_CREDENTIALS,
+        store_key: StoreKey | None = None,
+    ) -> None:
+        self._router = ShardRouter(members, credentials, store_key)
         # Its threads start when a call goes to several shards.
         self._pool = ThreadPoolExecutor(MAX_CONCURRENT_CALLS, "shards")
 

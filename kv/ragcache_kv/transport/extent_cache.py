@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.identity.variant import Tier, ValuePart, ValueShape, VariantInfo
+from ragcache_core.identity.variant import Tier, ValueHeader, ValuePart
 from ragcache_kv.transport.transport import ValueRequest
 from ragcache_kv.values.buffers import copy_verified, slice_views
-from ragcache_kv.values.stored_value import Allocate, StoredValue, allocate_buffer
+from ragcache_kv.values.stored_value import Allocate, StoredValue, value_of_header
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,7 @@ class CachedExtents:
     withdrawals: The store's count before the client asked for the extents.
     """
 
-    info: VariantInfo
-    parts: tuple[ValuePart, ...]
-    shape: ValueShape | None
-    value_format: int
+    header: ValueHeader
     views: Sequence[memoryview]
     withdrawals: int
 
@@ -33,7 +30,10 @@ class CachedExtents:
         cls, value: StoredValue, views: Sequence[memoryview], withdrawals: int
     ) -> CachedExtents:
         """Return the extents of a value that was read from views."""
-        return cls(value.info, value.parts, value.shape, value.value_format, views, withdrawals)
+        header = ValueHeader(
+            value.info, value.parts, value.shape, value.value_format, Tier.MEMORY, value.tag
+        )
+        return cls(header, views, withdrawals)
 
     def is_valid(self, withdrawals: int) -> bool:
         """Whether the store has withdrawn nothing, by its current count."""
@@ -41,14 +41,11 @@ class CachedExtents:
 
     def allocate_value(self, allocate: Allocate | None) -> StoredValue:
         """Return the value with memory for its bytes. Raises InvalidInput."""
-        buffer = allocate_buffer(self.info, allocate)
-        return StoredValue(
-            self.info, self.parts, self.shape, self.value_format, buffer, Tier.MEMORY
-        )
+        return value_of_header(self.header, allocate)
 
     def copy(self, target: memoryview, start: int, parts: Sequence[ValuePart]) -> bool:
         """Copy the parts that begin at byte start of the value. Return whether all are valid."""
-        is_whole = len(parts) == len(self.parts)
+        is_whole = len(parts) == len(self.header.parts)
         views = self.views if is_whole else slice_views(self.views, start, len(target))
         return copy_verified(target, views, parts)
 

@@ -206,10 +206,33 @@ class FramedConnection:
             taken, self._taken_bytes = self._taken_bytes, 0
             self._limits.give(taken)
 
+    def shake_hands(self) -> None:
+        """Agree with the other end on encryption, if this connection has any.
+
+        Raises:
+            ConnectionBroken: The connection ended.
+            RagCacheError: The other end has no certificate that this one trusts.
+        """
+
     def interrupt(self) -> None:
         """Shut the connection down while another thread uses it. That thread then closes it."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
+
+    def end_input(self) -> None:
+        """Have the thread that waits for a frame see the end of the connection.
+
+        It can still send. Safe to call from any thread.
+        """
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RD)
+
+    def refuse(self, reason: bytes) -> None:
+        """Close a new connection after a frame with the reason, without waiting."""
+        with contextlib.suppress(OSError):
+            self.socket.setblocking(False)
+            self.socket.send(reason)
+        self.close()
 
     def send(
         self,

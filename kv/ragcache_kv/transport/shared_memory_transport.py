@@ -65,8 +65,8 @@ from ragcache_kv.values.stored_value import (
     allocate_buffer,
     allocate_value,
 )
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.v1 import cachestore_pb2 as pb
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 MAX_CACHED_EXTENTS = 4096
 """Values whose extents a client remembers."""
@@ -154,18 +154,18 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
 
     name = "shared"
 
-    def __init__(self, path: str, boot: bytes, keys: SigningKeys | None = None) -> None:
+    def __init__(self, path: str, boot: bytes, credentials: Credentials = NO_CREDENTIALS) -> None:
         """Connect at the first call. A store with another boot id is refused.
 
         Args:
             path: Of the socket.
             boot: Boot id of the store.
-            keys: The platform's signing keys. None: the client proves nothing.
+            credentials: With what the client proves that it belongs to the platform.
         """
         super().__init__(self._open)
         self._path = path
         self._boot = boot
-        self._keys = keys
+        self._credentials = credentials
         self._lock = threading.Lock()
         self._mapped: MappedStore | None = None
         self._extents = ExtentCache(MAX_CACHED_EXTENTS)
@@ -314,7 +314,7 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
     ) -> bool:
         """Copy a value from its extents. Return whether it was still there."""
         began = time.monotonic()
-        if not self._reader_pair.read(target, 0, extents.parts, extents.copy):
+        if not self._reader_pair.read(target, 0, extents.header.parts, extents.copy):
             return False
         try:
             self._liveness.require(request.deadline)
@@ -339,7 +339,7 @@ class SharedMemoryTransport(FramedTransport[SharedMemoryConnection]):
             sock.settimeout(max(1e-3, deadline - time.monotonic()))
             sock.connect(self._path)
             sock.setblocking(True)
-            send_credential(connection, self._boot, self._keys)
+            send_credential(connection, self._boot, self._credentials.keys)
             sock.settimeout(max(1e-3, deadline - time.monotonic()))
             _, fds, _, _ = socket.recv_fds(sock, 1, 3, socket.MSG_CMSG_CLOEXEC)
             sock.setblocking(True)

@@ -31,6 +31,7 @@ from ragcache_kv.transport.framing import (
     FrameKind,
     frame,
 )
+from ragcache_kv.transport.tls_connection import TlsConnection
 from ragcache_kv.transport.transport import ValueRequest, to_unavailable
 from ragcache_kv.values.buffers import Verifier
 from ragcache_kv.values.conversions import (
@@ -45,8 +46,8 @@ from ragcache_kv.values.stored_value import (
     ValueOrMiss,
     allocate_value,
 )
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.v1 import cachestore_pb2 as pb
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 KEYS_PER_CALL = 64
 """Values of which one call holds leases. The client asks for more when these have arrived."""
@@ -60,19 +61,19 @@ class TcpTransport(FramedTransport[FramedConnection]):
     name = "socket"
 
     def __init__(
-        self, address: tuple[str, int], boot: bytes, keys: SigningKeys | None = None
+        self, address: tuple[str, int], boot: bytes, credentials: Credentials = NO_CREDENTIALS
     ) -> None:
         """Connect at the first call. A store with another boot id is refused.
 
         Args:
             address: Host and port.
             boot: Boot id of the store.
-            keys: The platform's signing keys. None: the client proves nothing.
+            credentials: With what the client proves that it belongs to the platform.
         """
         super().__init__(self._open)
         self._address = address
         self._boot = boot
-        self._keys = keys
+        self._credentials = credentials
 
     @override
     def get(self, request: ValueRequest) -> Iterator[ValueOrMiss]:
@@ -143,9 +144,14 @@ class TcpTransport(FramedTransport[FramedConnection]):
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-            connection = FramedConnection(sock)
+            certificates = self._credentials.certificates
+            if certificates is None:
+                connection = FramedConnection(sock)
+            else:
+                connection = TlsConnection(sock, certificates.current())
             connection.deadline = deadline
-            send_credential(connection, self._boot, self._keys)
+            connection.shake_hands()
+            send_credential(connection, self._boot, self._credentials.keys)
             hello = checked_hello(receive_reply(connection, FrameKind.WELCOME, pb.HelloReply))
             if hello.boot != self._boot:
                 address = f"{self._address[0]}:{self._address[1]}"

@@ -13,6 +13,7 @@ from typing import Final
 from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
 from ragcache_core.identity.variant import (
+    TAG_BYTES,
     Codec,
     Influence,
     Miss,
@@ -20,6 +21,7 @@ from ragcache_core.identity.variant import (
     Precision,
     Provenance,
     Tier,
+    ValueHeader,
     ValuePart,
     ValueShape,
     VariantInfo,
@@ -319,7 +321,9 @@ def from_put_header(
 
 def to_completion(completion: PutCompletion) -> pb.PutCompletion:
     """Convert the completion of a put."""
-    return pb.PutCompletion(checksums=completion.checksums, cost_s=completion.cost_s)
+    return pb.PutCompletion(
+        checksums=completion.checksums, cost_s=completion.cost_s, tag=completion.tag
+    )
 
 
 def from_completion(field: str, message: pb.PutCompletion, num_parts: int) -> PutCompletion:
@@ -332,7 +336,11 @@ def from_completion(field: str, message: pb.PutCompletion, num_parts: int) -> Pu
         )
     if not 0 <= message.cost_s < math.inf:
         raise InvalidInput(f"{field}.cost_s", f"is {message.cost_s}", "send seconds, or 0")
-    return PutCompletion(tuple(message.checksums), message.cost_s)
+    if len(message.tag) not in {0, TAG_BYTES}:
+        raise InvalidInput(
+            f"{field}.tag", f"has {len(message.tag)} bytes", f"send {TAG_BYTES}, or none"
+        )
+    return PutCompletion(tuple(message.checksums), message.cost_s, message.tag)
 
 
 def _check_sizes(field: str, sizes: Sequence[int], shape: ValueShape, info: VariantInfo) -> None:
@@ -462,35 +470,28 @@ def to_miss_header(index: int, miss: Miss) -> pb.GetHeader:
     return pb.GetHeader(index=index, miss=to_miss(miss))
 
 
-def to_value_header(
-    index: int,
-    info: VariantInfo,
-    parts: Sequence[ValuePart],
-    shape: ValueShape | None,
-    value_format: int,
-    tier: Tier,
-) -> pb.GetHeader:
+def to_value_header(index: int, header: ValueHeader) -> pb.GetHeader:
     """Convert the header of a value, for the key at index of the request."""
     return pb.GetHeader(
         index=index,
-        info=to_info(info, value_format),
-        parts=to_parts(parts),
-        shape=to_shape(shape),
-        tier=tier,
+        info=to_info(header.info, header.value_format),
+        parts=to_parts(header.parts),
+        shape=to_shape(header.shape),
+        tier=header.tier,
+        tag=header.tag,
     )
 
 
-def from_value_header(
-    field: str, message: pb.GetHeader
-) -> tuple[VariantInfo, tuple[ValuePart, ...], ValueShape | None, int, Tier]:
-    """Read info, parts, shape, format and tier from a value's header. Raises InvalidInput."""
+def from_value_header(field: str, message: pb.GetHeader) -> ValueHeader:
+    """Read the header of a value. Raises InvalidInput."""
     info = from_info(f"{field}.info", message.info, message.info.num_bytes)
-    return (
+    return ValueHeader(
         info,
         from_parts(f"{field}.parts", message.parts, info.num_bytes),
         from_shape(f"{field}.shape", message.shape) if message.HasField("shape") else None,
         message.info.format,
         from_tier(f"{field}.tier", message.tier),
+        message.tag,
     )
 
 

@@ -65,15 +65,22 @@ class OutgoingValue(ABC):
             IncompleteValue: The value is not known to be right in time.
         """
 
+    def tag(self) -> bytes:
+        """Return the value's tag, after all parts are ready. Empty: the client has no key."""
+        return b""
+
 
 @final
 class ReadyValue(OutgoingValue):
     """A value whose bytes are all ready."""
 
-    def __init__(self, raw: memoryview, checksums: Sequence[int], cost_s: float = 0.0) -> None:
+    def __init__(
+        self, raw: memoryview, checksums: Sequence[int], cost_s: float = 0.0, tag: bytes = b""
+    ) -> None:
         super().__init__(raw)
         self._checksums = tuple(checksums)
         self._cost_s = cost_s
+        self._tag = tag
 
     @classmethod
     def with_checksums(
@@ -89,6 +96,10 @@ class ReadyValue(OutgoingValue):
     @override
     def wait_until_final(self, deadline: float) -> float:
         return self._cost_s
+
+    @override
+    def tag(self) -> bytes:
+        return self._tag
 
 
 class OutgoingRuns(Iterator[memoryview]):
@@ -141,7 +152,7 @@ class OutgoingRuns(Iterator[memoryview]):
     def completion(self) -> PutCompletion:
         """Return the completion, which follows the last run. Raises IncompleteValue."""
         cost_s = self._wait(lambda: self._value.wait_until_final(self._deadline))
-        return PutCompletion(tuple(self.checksums), cost_s)
+        return PutCompletion(tuple(self.checksums), cost_s, self._value.tag())
 
     def _wait(self, wait: Callable[[], T]) -> T:
         """Return the result of wait. Raises IncompleteValue if it ran past the deadline."""

@@ -9,7 +9,14 @@ from functools import lru_cache
 import numpy as np
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.identity.variant import Miss, Tier, ValuePart, ValueShape, VariantInfo
+from ragcache_core.identity.variant import (
+    Miss,
+    Tier,
+    ValueHeader,
+    ValuePart,
+    ValueShape,
+    VariantInfo,
+)
 from ragcache_kv.values.conversions import from_miss, from_value_header
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
@@ -19,7 +26,12 @@ Allocate = Callable[[VariantInfo], memoryview]
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """A value from a store. value: Its info.num_bytes bytes in the caller's memory."""
+    """A value from a store.
+
+    Attributes:
+        value: Its info.num_bytes bytes in the caller's memory.
+        tag: As the store told it. A client with the platform's key has checked it.
+    """
 
     info: VariantInfo
     parts: tuple[ValuePart, ...]
@@ -27,6 +39,7 @@ class StoredValue:
     value_format: int
     value: memoryview
     tier: Tier
+    tag: bytes = b""
 
     def part(self, layer: int) -> memoryview:
         """Return the bytes of one part; none after the last one."""
@@ -53,8 +66,16 @@ def allocate_value(header: pb.GetHeader, allocate: Allocate | None) -> ValueOrMi
     miss = from_miss(header.miss)
     if miss is not None:
         return miss
-    info, parts, shape, value_format, tier = _read_header(header.SerializeToString())
-    return StoredValue(info, parts, shape, value_format, allocate_buffer(info, allocate), tier)
+    told = _read_header(header.SerializeToString())
+    return value_of_header(told, allocate)
+
+
+def value_of_header(told: ValueHeader, allocate: Allocate | None) -> StoredValue:
+    """Allocate memory for a value. Raises InvalidInput if allocate returns too little."""
+    buffer = allocate_buffer(told.info, allocate)
+    return StoredValue(
+        told.info, told.parts, told.shape, told.value_format, buffer, told.tier, told.tag
+    )
 
 
 def allocate_buffer(info: VariantInfo, allocate: Allocate | None) -> memoryview:
@@ -72,8 +93,6 @@ def allocate_buffer(info: VariantInfo, allocate: Allocate | None) -> memoryview:
 
 
 @lru_cache(maxsize=1024)
-def _read_header(
-    header: bytes,
-) -> tuple[VariantInfo, tuple[ValuePart, ...], ValueShape | None, int, Tier]:
+def _read_header(header: bytes) -> ValueHeader:
     # Most requests repeat earlier ones, and the cache is faster than parsing.
     return from_value_header("header", pb.GetHeader.FromString(header))

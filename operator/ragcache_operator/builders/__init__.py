@@ -11,6 +11,7 @@ from ragcache_operator.builders import (
     engine,
     gateway,
     network_policy,
+    part_tls,
     pod_monitor,
     retriever,
 )
@@ -28,6 +29,7 @@ def build_children(cache: RagCache, placement: PlatformPlacement) -> list[Object
         InvalidInput: The model is not available at this placement.
     """
     children = [
+        *part_tls.build(cache, placement),
         *network_policy.build(cache, placement),
         *pod_monitor.build(cache, placement),
         *cachestore.build(cache, placement),

@@ -9,6 +9,7 @@ from ragcache_core.sizing import disk_tier_bytes, shard_memory_bytes
 from ragcache_operator.builders.environment import EnvValue, settings_environment
 from ragcache_operator.builders.keys import signing_mount
 from ragcache_operator.builders.metadata import Object, object_name
+from ragcache_operator.builders.part_tls import tls_dir, tls_mounts
 from ragcache_operator.builders.placement import PORT_NUMBERS, Endpoint, PlatformPlacement
 from ragcache_operator.builders.pod import DerivedResources, Probes, resources
 from ragcache_operator.builders.services import HEADLESS_ALL_PODS, service
@@ -44,7 +45,11 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
         resources=resources(derived, store.resources),
         replicas=store.shards,
         # Only gateways may follow what the shards have.
-        mounts=(MEMBERS.mount(cache), signing_mount(cache, placement)),
+        mounts=(
+            MEMBERS.mount(cache),
+            signing_mount(cache, placement),
+            *tls_mounts(cache, placement),
+        ),
         storage=store.disk,
         service=shards_service,
         template=store.pod_template,
@@ -78,6 +83,7 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
             cachestore=placement.cache_store_members(),
             own_address=placement.shard_address(SHARDS),
             signing_key_file=placement.signing_key_file(),
+            tls_dir=tls_dir(cache, placement),
             data_dir=placement.data_dir(COMPONENT),
             disk_bytes=str(disk_tier_bytes(store.disk.size_bytes)),
             # Without it, the store takes the default for its policy and reuse mode.

@@ -23,6 +23,7 @@ class Capabilities:
         http_route: Whether the Gateway API v1 is served.
         custom_metrics: Whether an adapter serves custom.metrics.k8s.io, for autoscalers.
         pod_monitors: Whether the kinds of the Prometheus Operator are served.
+        certificates: Whether cert-manager's kinds are served.
         assigns_ids: Whether the cluster gives pods their users and groups, as OpenShift does.
     """
 
@@ -30,12 +31,13 @@ class Capabilities:
     http_route: bool = False
     custom_metrics: bool = False
     pod_monitors: bool = False
+    certificates: bool = False
     assigns_ids: bool = False
 
     @classmethod
     def latest(cls) -> Capabilities:
         """Return the capabilities of a current cluster with all optional APIs."""
-        return cls(37, http_route=True, custom_metrics=True, pod_monitors=True)
+        return cls(37, http_route=True, custom_metrics=True, pod_monitors=True, certificates=True)
 
     @property
     def image_volumes(self) -> bool:
@@ -56,6 +58,7 @@ def unsupported_features(cache: RagCache, capabilities: Capabilities) -> list[Un
     return [
         *_check_queue_metrics(cache, capabilities),
         *_check_http_route(cache, capabilities),
+        *_check_certificates(cache, capabilities),
     ]
 
 
@@ -82,4 +85,15 @@ def _check_http_route(cache: RagCache, capabilities: Capabilities) -> Iterator[U
             "spec.gateway.httpRoute: the cluster does not serve gateway.networking.k8s.io/v1, so "
             "there is no route; install the Gateway API and restart the operator, or use "
             "spec.gateway.ingress",
+        )
+
+
+def _check_certificates(
+    cache: RagCache, capabilities: Capabilities
+) -> Iterator[UnsupportedFeature]:
+    if cache.spec.tls.issuer_ref is not None and not capabilities.certificates:
+        yield UnsupportedFeature(
+            "CertificateNotServed",
+            "spec.tls.issuerRef: the cluster does not serve cert-manager.io/v1, so the operator "
+            "makes the certificates; install cert-manager and restart the operator",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Mapping
 from typing import Final
 
@@ -10,15 +11,18 @@ from ragcache_core.cost.engine_memory import EngineMemory
 from ragcache_operator.builders import autoscaling
 from ragcache_operator.builders.autoscaling import ReplicaRange
 from ragcache_operator.builders.environment import EnvValue, FromResource, settings_environment
-from ragcache_operator.builders.keys import signing_mount
+from ragcache_operator.builders.keys import signing_mount, store_key_mount
 from ragcache_operator.builders.metadata import ENGINE_LABEL, Object
 from ragcache_operator.builders.model import model_environment, model_mounts, weights_bytes
+from ragcache_operator.builders.part_tls import tls_dir, tls_mounts
 from ragcache_operator.builders.placement import PORT_NUMBERS, Endpoint, PlatformPlacement
 from ragcache_operator.builders.pod import DerivedResources, Mount, Probes, resources
 from ragcache_operator.builders.services import HEADLESS, service
 from ragcache_operator.builders.watched_files import MEMBERS
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
+from ragcache_operator.spec.quantity import canonical
 from ragcache_operator.spec.ragcache import EngineSpec, RagCache
+from ragcache_wire.peers.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE
 from ragcache_wire.settings import EngineSettings
 
 COMPONENT: Final = "engine"
@@ -35,10 +39,9 @@ _DRAIN_S = 120
 """Time for answers in flight after the last new request."""
 _END_S = 30
 """Time for vLLM's processes to end after a signal."""
-_SHARED_MEMORY: Final = Mount(
-    "shm", "/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
-)
+_SHARED_MEMORY: Final = "1Gi"
 """vLLM's processes communicate through it. A container has 64 MiB by default."""
+_GPU_IMAGE: Final = "engine-cuda"
 
 
 def http(engine: EngineSpec) -> Endpoint:
@@ -63,39 +66,43 @@ def workload_name(engine: EngineSpec) -> str:
 
 def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> list[Object]:
     """Return the objects of one group of engines."""
-    memory = EngineMemory(
-        weights_bytes(cache.spec.model_of(engine)),
-        engine.kv_memory_gib << 30,
-        engine.host_tier_bytes,
-    )
-    derived = DerivedResources("1", memory.request_bytes)
+    on_gpu = engine.device == "cuda"
+    derived = DerivedResources("1", _memory(cache, engine).request_bytes)
+    gpus = {engine.gpu_or_default.resource: "1"} if on_gpu else {}
     replica_range = engine.autoscaling and ReplicaRange(
         engine.replicas, engine.autoscaling.max_replicas
     )
     workload = Workload(
         component=COMPONENT,
+        image=_GPU_IMAGE if on_gpu else COMPONENT,
         name=workload_name(engine),
         command=("python", "-m", "ragcache_engine.start"),
         args=_arguments(cache, engine, placement),
         env=_environment(cache, engine, placement),
         ports=(http(engine).port, records(engine).port, metrics(engine).port),
         probes=Probes(
-            placement.bind_address(http(engine)).port, "/health", "/health", start_s=_START_S
+            placement.bind_address(http(engine)).port,
+            "/health",
+            "/health",
+            start_s=_START_S,
+            is_tls=cache.spec.tls.enabled,
         ),
-        resources=resources(derived, engine.resources),
+        resources=resources(derived, engine.resources, gpus),
         replicas=replica_range or engine.replicas,
         mounts=(
-            _SHARED_MEMORY,
+            _shared_memory(engine),
             MEMBERS.mount(cache),
             signing_mount(cache, placement),
+            *tls_mounts(cache, placement),
+            store_key_mount(cache, placement),
             *model_mounts(cache.spec.model_of(engine)),
         ),
         drain=("python", "-m", "ragcache_engine.drain", "--deadline-s", str(_DRAIN_S)),
         grace_s=_DRAIN_S + _END_S,
         own_labels={ENGINE_LABEL: engine.name},
         # A single engine would be missing while its successor loads the model. With several, a
-        # surge would need a spare device for each rollout.
-        surge=engine.replicas == 1 and replica_range is None,
+        # surge would need spare memory for each rollout, and a spare GPU may never come.
+        surge=engine.replicas == 1 and replica_range is None and not on_gpu,
         template=engine.pod_template,
     )
     meta = metadata(cache, workload)
@@ -115,28 +122,70 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
     return children
 
 
+def _memory(cache: RagCache, engine: EngineSpec) -> EngineMemory:
+    if engine.device == "cuda":
+        return EngineMemory.beside_gpu(engine.host_tier_bytes)
+    weights = weights_bytes(cache.spec.model_of(engine))
+    return EngineMemory(weights, engine.host_kv_bytes, engine.host_tier_bytes)
+
+
+def _shared_memory(engine: EngineSpec) -> Mount:
+    size = engine.gpu_or_default.shared_memory if engine.device == "cuda" else _SHARED_MEMORY
+    volume = {"emptyDir": {"medium": "Memory", "sizeLimit": canonical(size)}}
+    return Mount("shm", "/dev/shm", volume)
+
+
 def _arguments(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> list[str]:
     model = cache.spec.model_of(engine)
     bind_address = placement.bind_address(http(engine))
     return [
-        *("--model", placement.model(model.parsed_source)),
+        *_model_arguments(placement.model(model.parsed_source)),
         *("--served-model-name", model.served_name),
         *("--host", bind_address.host),
         *("--port", str(bind_address.port)),
         *("--dtype", model.dtype),
         *("--max-model-len", str(model.max_length)),
         "--enable-prompt-tokens-details",
+        *_tls_arguments(tls_dir(cache, placement)),
         *("--middleware", "ragcache_engine.telemetry.health.HealthMiddleware"),
         *("--middleware", "ragcache_engine.peer_middleware.PeerMiddleware"),
         *("--kv-transfer-config", _json(_CONNECTOR)),
         # The gateway composes the priority of each request.
         *("--scheduling-policy", "priority"),
-        # Compiling would make each start longer. Its benefit on a CPU has not been measured.
-        "--enforce-eager",
+        *_device_arguments(engine),
         *vllm_arguments(cache),
         *engine.args,
         *engine.unsafe_args,
     ]
+
+
+def _model_arguments(model: str) -> list[str]:
+    """Return what names a model to vLLM, which takes the commit of a hub's model apart."""
+    name, mark, commit = model.partition("@")
+    if not mark or model.startswith("/"):
+        return ["--model", model]
+    return ["--model", name, "--revision", commit, "--tokenizer-revision", commit]
+
+
+def _tls_arguments(folder: str | None) -> list[str]:
+    if folder is None:
+        return []
+    return [
+        *("--ssl-certfile", f"{folder}/{CERTIFICATE_FILE}"),
+        *("--ssl-keyfile", f"{folder}/{KEY_FILE}"),
+        *("--ssl-ca-certs", f"{folder}/{AUTHORITIES_FILE}"),
+        # The kubelet's probes have no certificate. Paths that are not open need a token.
+        *("--ssl-cert-reqs", str(int(ssl.CERT_OPTIONAL))),
+    ]
+
+
+def _device_arguments(engine: EngineSpec) -> list[str]:
+    if engine.device == "cpu":
+        # Compiling would make each start longer. Its benefit on a CPU has not been measured.
+        return ["--enforce-eager"]
+    if engine.kv_memory_gib is not None:
+        return ["--kv-cache-memory-bytes", str(engine.kv_memory_gib << 30)]
+    return ["--gpu-memory-utilization", str(engine.gpu_or_default.memory_share)]
 
 
 def _json(config: Mapping[str, object]) -> str:
@@ -154,34 +203,41 @@ def _environment(
             engine,
             cachestore=placement.cache_store_members(),
             signing_key_file=placement.signing_key_file(),
+            tls_dir=tls_dir(cache, placement),
+            store_key_file=placement.store_key_file(),
             records_listen=str(placement.bind_address(records(engine))),
             metrics_listen=str(placement.bind_address(metrics(engine))),
             memory_request_bytes=FromResource("requests.memory"),
         ),
-        "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib),
-        # With a connector, vLLM reserves two cores for other work, or uses both of two cores. The
-        # connector's threads need little.
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
-        # The sampler compiles in spite of --enforce-eager, and fails without a C++ compiler.
-        "TORCH_COMPILE_DISABLE": "1",
+        **(_CPU_ENVIRONMENT | _cpu_sizes(engine) if engine.device == "cpu" else {}),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": cache.spec.telemetry.log_level.upper(),
         "DO_NOT_TRACK": "1",
-        **_thread_environment(engine),
         **vllm_environment(cache),
     }
 
 
-def _thread_environment(engine: EngineSpec) -> Mapping[str, str]:
-    """Return as many threads as the CPU limit has cores.
+_CPU_ENVIRONMENT: Final = {
+    # With a connector, vLLM reserves two cores for other work, or uses both of two cores. The
+    # connector's threads need little.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+    # The sampler compiles in spite of --enforce-eager, and fails without a C++ compiler.
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
+
+def _cpu_sizes(engine: EngineSpec) -> dict[str, str]:
+    """Return the size of the KV cache, and as many threads as the CPU limit has cores.
 
     Otherwise vLLM starts one thread for each core of the node, and the kernel stops them all when
     they have used the limit.
     """
+    sizes = {"VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib)}
     limit = engine.resources.cpu_limit_millis
-    if limit is None:
-        return {}
-    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, limit // 1000))}
+    if limit is not None:
+        sizes["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        sizes["OMP_NUM_THREADS"] = str(max(1, limit // 1000))
+    return sizes
 
 
 def vllm_environment(cache: RagCache) -> Mapping[str, str]:

@@ -13,10 +13,12 @@ from ragcache_operator.builders.keys import (
     api_key_mounts,
     engine_key_mounts,
     signing_mount,
+    store_key_mount,
     uses_keys,
 )
 from ragcache_operator.builders.metadata import Object
 from ragcache_operator.builders.model import model_environment, model_mounts
+from ragcache_operator.builders.part_tls import tls_dir, tls_mounts
 from ragcache_operator.builders.placement import (
     AUDIT_FOLDER,
     LIMITS_FILE,
@@ -30,7 +32,12 @@ from ragcache_operator.builders.watched_files import LIMITS, MEMBERS, limits_con
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
 from ragcache_operator.spec.ragcache import EngineSpec, RagCache
 from ragcache_wire.settings import GatewaySettings
-from ragcache_wire.settings.gateway import EngineAddress, ModelSettings, models_text
+from ragcache_wire.settings.gateway import (
+    EngineAddress,
+    ModelSettings,
+    issuers_text,
+    models_text,
+)
 
 COMPONENT: Final = "gateway"
 HTTP: Final = Endpoint(COMPONENT, "http")
@@ -90,6 +97,8 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
             MEMBERS.mount(cache),
             LIMITS.mount(cache),
             signing_mount(cache, placement),
+            *tls_mounts(cache, placement),
+            store_key_mount(cache, placement),
             *api_key_mounts(cache, placement),
             *engine_key_mounts(cache),
             *_audit_mounts(cache),
@@ -133,6 +142,7 @@ def _audit_mounts(cache: RagCache) -> list[Mount]:
 def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, EnvValue]:
     model, *others = cache.spec.models
     has_keys, audit = uses_keys(cache, placement), cache.spec.gateway.audit
+    issuers = cache.spec.gateway.oidc
     other_models = [
         ModelSettings(
             one.served_name, placement.model(one.parsed_source, number), one.dtype, one.max_length
@@ -152,6 +162,8 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
             api_keys_file=placement.api_keys_file() if has_keys else None,
             audit=None if audit is None else placement.audit_log(has_claim=audit.claim is not None),
             builtin_keys=placement.builtin_keys() if has_keys else None,
+            oidc=issuers_text([one.rules for one in issuers]) if issuers else None,
+            issuer_networks=",".join(placement.issuer_networks) or None if issuers else None,
             **(_LIMITS_FROM_FILE if placement.is_cluster else {}),
             retriever=str(placement.address_of(retriever.GRPC)),
             engines=",".join(
@@ -159,6 +171,8 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
             ),
             cachestore=placement.cache_store_members(),
             signing_key_file=placement.signing_key_file(),
+            tls_dir=tls_dir(cache, placement),
+            store_key_file=placement.store_key_file(),
             model=placement.model(model.parsed_source),
             model_name=model.served_name,
             other_models=models_text(other_models) if other_models else None,
@@ -204,4 +218,11 @@ def _engine_address(
         placement.address_of(engine.http(group)),
         placement.address_of(engine.records(group)),
     )
-    return EngineAddress(http.host, http.port, records.port, model=number, role=group.role)
+    return EngineAddress(
+        http.host,
+        http.port,
+        records.port,
+        is_tls=cache.spec.tls.enabled,
+        model=number,
+        role=group.role,
+    )

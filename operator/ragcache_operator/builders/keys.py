@@ -1,4 +1,4 @@
-"""Keys of a RagCache: API keys, the operator's own keys, and the key that signs plans.
+"""Keys of a RagCache: API keys, the operator's own keys, and those of plans and stored values.
 
 The operator creates Secrets and reads none. Users change the keys in their Secrets, and pods read
 the mounted files again.
@@ -30,6 +30,8 @@ from ragcache_operator.builders.placement import (
     ENGINE_KEYS_FOLDER,
     SIGNING_KEY_FILE,
     SIGNING_KEY_FOLDER,
+    STORE_KEY_FILE,
+    STORE_KEY_FOLDER,
     PlatformPlacement,
 )
 from ragcache_operator.builders.pod import Mount
@@ -42,8 +44,9 @@ ADMIN_KEY: Final = "admin-key"
 _API_KEYS: Final = "api-keys"
 _ENGINE_KEYS: Final = "engine-keys"
 _SIGNING_KEY: Final = "signing-key"
+_STORE_KEY: Final = "store-key"
 _UID_CHARS: Final = 8
-_READABLE_BY_GROUP: Final = 0o440
+READABLE_BY_GROUP: Final = 0o440
 """The kubelet gives the file to the pod's group."""
 _HEAD: Final = (
     "# API keys of the gateway, by the SHA-256 of each key. Add entries with `ragcache keys new`.\n"
@@ -76,6 +79,10 @@ class ComponentKeys:
         """Return the key of the syncs of one collection of the RagCache of this uid."""
         return collection_key(collection, self._signing_key(uid).sign)
 
+    def certificate_secret(self, uid: str) -> bytes:
+        """Return what the certificates of the RagCache of this uid are made of."""
+        return hmac.new(self.root, f"ragcache-tls-1\0{uid}".encode(), hashlib.sha256).digest()
+
     def hashes(self, uid: str) -> str:
         """Return the gateway's setting of built-in keys. None of it is secret."""
         hashes = [f"{name}={hash_text(self.key(name, uid))}" for name in BUILTIN_SCOPES]
@@ -90,8 +97,13 @@ class ComponentKeys:
 
 def uses_keys(cache: RagCache, placement: PlatformPlacement) -> bool:
     """Whether requests need a key: by default in a cluster, and not on one machine."""
+    return asks_for_keys(cache) or (cache.spec.gateway.auth is None and placement.is_cluster)
+
+
+def asks_for_keys(cache: RagCache) -> bool:
+    """Whether a spec itself says that requests need a key or a token."""
     auth = cache.spec.gateway.auth
-    return placement.is_cluster if auth is None else auth.enabled
+    return bool(cache.spec.gateway.oidc) if auth is None else auth.enabled
 
 
 def api_key_secret_name(cache: RagCache, placement: PlatformPlacement) -> str | None:
@@ -99,7 +111,7 @@ def api_key_secret_name(cache: RagCache, placement: PlatformPlacement) -> str | 
     auth = cache.spec.gateway.auth
     if not uses_keys(cache, placement) or (auth is not None and auth.secret_ref is not None):
         return None
-    return _unique_name(cache, placement, _API_KEYS)
+    return unique_name(cache, placement, _API_KEYS)
 
 
 def api_key_secret(
@@ -112,7 +124,7 @@ def api_key_secret(
     """
     key = key_of(random_bytes)
     entry = entry_text(Caller("admin", scopes=frozenset({Scope.ADMIN})), key)
-    return _secret(cache, placement, name, {API_KEYS_FILE: _HEAD + entry, ADMIN_KEY: key})
+    return secret(cache, placement, name, {API_KEYS_FILE: _HEAD + entry, ADMIN_KEY: key})
 
 
 def api_key_mounts(cache: RagCache, placement: PlatformPlacement) -> tuple[Mount, ...]:
@@ -125,7 +137,7 @@ def api_key_mounts(cache: RagCache, placement: PlatformPlacement) -> tuple[Mount
         name, entry = auth.secret_ref.name, auth.secret_ref.key
     volume = {
         "secretName": name,
-        "defaultMode": _READABLE_BY_GROUP,
+        "defaultMode": READABLE_BY_GROUP,
         "items": [{"key": entry, "path": API_KEYS_FILE}],
     }
     return (Mount(_API_KEYS, API_KEYS_FOLDER, {"secret": volume}, read_only=True),)
@@ -149,13 +161,13 @@ def engine_key_mounts(cache: RagCache) -> tuple[Mount, ...]:
     ]
     if not sources:
         return ()
-    volume = {"defaultMode": _READABLE_BY_GROUP, "sources": sources}
+    volume = {"defaultMode": READABLE_BY_GROUP, "sources": sources}
     return (Mount(_ENGINE_KEYS, ENGINE_KEYS_FOLDER, {"projected": volume}, read_only=True),)
 
 
 def signing_secret_name(cache: RagCache, placement: PlatformPlacement) -> str:
     """Return the name of the Secret with the key that signs plans."""
-    return _unique_name(cache, placement, _SIGNING_KEY)
+    return unique_name(cache, placement, _SIGNING_KEY)
 
 
 def signing_secret(cache: RagCache, placement: PlatformPlacement, key: bytes) -> Object:
@@ -164,19 +176,36 @@ def signing_secret(cache: RagCache, placement: PlatformPlacement, key: bytes) ->
     The gateway signs plans, and engines accept only plans with a valid signature.
     """
     name = signing_secret_name(cache, placement)
-    return _secret(cache, placement, name, {SIGNING_KEY_FILE: f"{key.hex()}\n"})
+    return secret(cache, placement, name, {SIGNING_KEY_FILE: f"{key.hex()}\n"})
 
 
 def signing_mount(cache: RagCache, placement: PlatformPlacement) -> Mount:
     """Return the mount of the folder. Kubernetes does not update a file that is mounted alone."""
-    volume = {
-        "secretName": signing_secret_name(cache, placement),
-        "defaultMode": _READABLE_BY_GROUP,
-    }
-    return Mount(_SIGNING_KEY, SIGNING_KEY_FOLDER, {"secret": volume}, read_only=True)
+    return _mount(_SIGNING_KEY, SIGNING_KEY_FOLDER, signing_secret_name(cache, placement))
 
 
-def _unique_name(cache: RagCache, placement: PlatformPlacement, suffix: str) -> str:
+def store_key_secret_name(cache: RagCache, placement: PlatformPlacement) -> str:
+    """Return the name of the Secret with the key that names stored values."""
+    return unique_name(cache, placement, _STORE_KEY)
+
+
+def store_key_secret(cache: RagCache, placement: PlatformPlacement, key: bytes) -> Object:
+    """Return the Secret with the store key. Kubernetes deletes it together with the RagCache."""
+    name = store_key_secret_name(cache, placement)
+    return secret(cache, placement, name, {STORE_KEY_FILE: f"{key.hex()}\n"})
+
+
+def store_key_mount(cache: RagCache, placement: PlatformPlacement) -> Mount:
+    """Return the mount of the store key, for gateways and engines. Shards do not get it."""
+    return _mount(_STORE_KEY, STORE_KEY_FOLDER, store_key_secret_name(cache, placement))
+
+
+def _mount(name: str, folder: str, secret_name: str) -> Mount:
+    volume = {"secretName": secret_name, "defaultMode": READABLE_BY_GROUP}
+    return Mount(name, folder, {"secret": volume}, read_only=True)
+
+
+def unique_name(cache: RagCache, placement: PlatformPlacement, suffix: str) -> str:
     """Return the name of a Secret, which is unique for each RagCache object.
 
     The operator cannot read the owner of an existing Secret. Another user may have created it, or
@@ -185,9 +214,10 @@ def _unique_name(cache: RagCache, placement: PlatformPlacement, suffix: str) -> 
     return f"{object_name(cache, suffix)}-{placement.owner[:_UID_CHARS]}".rstrip("-")
 
 
-def _secret(
+def secret(
     cache: RagCache, placement: PlatformPlacement, name: str, entries: Mapping[str, str]
 ) -> Object:
+    """Return a Secret that Kubernetes deletes together with the RagCache."""
     child: Object = {
         "apiVersion": "v1",
         "kind": "Secret",

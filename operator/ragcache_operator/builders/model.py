@@ -12,9 +12,6 @@ from ragcache_operator.builders.pod import Mount
 from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.ragcache import ModelSpec
 
-HUB_START_S: Final = 1800
-"""Time for a pod to download weights from the hub."""
-
 
 def model_environment(*models: ModelSpec) -> Mapping[str, EnvValue]:
     """Return variables for the Hugging Face libraries.
@@ -82,7 +79,7 @@ def _guess_parameters(name: str) -> int:
 
     Later numbers often tell something else, such as the tokens of the training.
     """
-    found = _PARAMETERS.search(name.rstrip("/").rpartition("/")[2])
+    found = _PARAMETERS.search(name.partition("@")[0].rstrip("/").rpartition("/")[2])
     if found is None:
         return 0
     experts, number, unit = found.groups()

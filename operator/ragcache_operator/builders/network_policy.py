@@ -76,7 +76,8 @@ _PUBLIC: Final = {
         *("169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24", "192.168.0.0/16", "198.18.0.0/15"),
         *("224.0.0.0/4", "240.0.0.0/4"),
     ),
-    "::/0": ("::/96", "::ffff:0:0/96", "64:ff9b::/96", "2002::/16", "fc00::/7", "fe80::/10"),
+    # Mapped addresses (::ffff:0:0/96) are sent as IPv4, and the API server refuses their block.
+    "::/0": ("::/96", "64:ff9b::/96", "2002::/16", "fc00::/7", "fe80::/10"),
 }
 """All addresses, and the blocks in them that are closed to sources of collections."""
 _HTTPS: Final = 443
@@ -195,6 +196,8 @@ def _egress(cache: RagCache, component: str, placement: PlatformPlacement) -> li
         rules += _retriever_egress(cache.spec.retriever, placement)
     if component == "gateway":
         urls = [engine.url for engine in cache.spec.engines if engine.url is not None]
+        issuers = cache.spec.gateway.oidc
+        urls += [url for one in issuers for url in (one.issuer, one.jwks_url) if url is not None]
         rules += [rule for url in urls for rule in _to_url(url, placement)]
     if component != "cachestore" or cache.spec.telemetry.otlp is not None:
         rules += [rule for url in proxy_urls(cache) for rule in _to_url(url, placement)]

@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.certificates import IssuedCertificate
 from ragcache_operator.builders.environment import EnvValue, FromField
 from ragcache_operator.spec.ragcache import ModelSource, RagCache
 from ragcache_operator.spec.retriever import EmbedderSpec, RerankerSpec
@@ -29,6 +30,9 @@ MEMBERS_FOLDER: Final = "/etc/ragcache/members"
 MEMBERS_FILE: Final = "cachestore.json"
 SIGNING_KEY_FOLDER: Final = "/etc/ragcache/signing-key"
 SIGNING_KEY_FILE: Final = "keys"
+TLS_FOLDER: Final = "/etc/ragcache/tls"
+STORE_KEY_FOLDER: Final = "/etc/ragcache/store-key"
+STORE_KEY_FILE: Final = "store.key"
 API_KEYS_FOLDER: Final = "/etc/ragcache/api-keys"
 API_KEYS_FILE: Final = "keys.toml"
 AUDIT_FOLDER: Final = "/var/log/ragcache"
@@ -95,6 +99,11 @@ class PlatformPlacement(Protocol):
         ...
 
     @property
+    def issuer_networks(self) -> tuple[str, ...]:
+        """Networks that are not public, and that issuers of tokens may have."""
+        ...
+
+    @property
     def is_cluster(self) -> bool:
         """Whether other machines reach the platform, so that it needs keys and a second port."""
         ...
@@ -137,6 +146,19 @@ class PlatformPlacement(Protocol):
 
     def signing_key_file(self) -> str:
         """Return the path of the file with the signing keys of plans."""
+        ...
+
+    def tls_dir(self) -> str:
+        """Return the path of the folder with the certificate of the parts."""
+        ...
+
+    @property
+    def certificate(self) -> IssuedCertificate | None:
+        """The certificate of the parts. None without an operator, and outside a cluster."""
+        ...
+
+    def store_key_file(self) -> str:
+        """Return the path of the file with the key that names stored values."""
         ...
 
     def api_keys_file(self) -> str:
@@ -206,7 +228,9 @@ class ClusterPlacement:
     Args:
         images: Registry and path before the name of an image.
         tag: Tag of the images.
+        image_digests: Digest by component, in place of the tag.
         component_keys: Hashes of the operator's own API keys; None without an operator.
+        certificate: Of the parts; None without an operator.
     """
 
     cache: RagCache
@@ -217,6 +241,9 @@ class ClusterPlacement:
     operator_namespace: str | None = None
     component_keys: str | None = None
     source_networks: tuple[str, ...] = ()
+    issuer_networks: tuple[str, ...] = ()
+    image_digests: Mapping[str, str] = field(default_factory=dict)
+    certificate: IssuedCertificate | None = None
 
     @property
     def gateway_url(self) -> str:
@@ -271,6 +298,14 @@ class ClusterPlacement:
     def signing_key_file(self) -> str:
         """Return a mounted file, so that pods follow a key rotation without a restart."""
         return f"{SIGNING_KEY_FOLDER}/{SIGNING_KEY_FILE}"
+
+    def tls_dir(self) -> str:
+        """Return a mounted folder, so that pods follow a new certificate without a restart."""
+        return TLS_FOLDER
+
+    def store_key_file(self) -> str:
+        """Return a mounted file, which pods read at their start."""
+        return f"{STORE_KEY_FOLDER}/{STORE_KEY_FILE}"
 
     def api_keys_file(self) -> str:
         """Return a mounted file, so that pods follow changes of keys without a restart."""
@@ -340,8 +375,9 @@ class ClusterPlacement:
         )
 
     def image(self, component: str) -> str:
-        """Return the image, of which each component has its own."""
-        return f"{self.images}/{component}:{self.tag}"
+        """Return the image of a component, by its digest if there is one."""
+        digest = self.image_digests.get(component)
+        return f"{self.images}/{component}" + (f"@{digest}" if digest else f":{self.tag}")
 
     def env(self) -> Mapping[str, str]:
         """Return home folders on the scratch volume, because the root file system is read-only.

@@ -29,12 +29,14 @@ class Probes:
         alive: Path of the startup and liveness probes.
         ready: Path of the readiness probe.
         start_s: Time limit of the start.
+        is_tls: Whether the port serves HTTPS. The kubelet does not check the certificate.
     """
 
     port: int
     alive: str
     ready: str
     start_s: int
+    is_tls: bool = False
 
     def render(self) -> Object:
         """Return the three probes of the container."""
@@ -61,7 +63,13 @@ class Probes:
         }
 
     def _get(self, path: str) -> Object:
-        return {"httpGet": {"path": path, "port": self.port, "scheme": "HTTP"}}
+        return {
+            "httpGet": {
+                "path": path,
+                "port": self.port,
+                "scheme": "HTTPS" if self.is_tls else "HTTP",
+            }
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +86,17 @@ class DerivedResources:
     bounded: bool = False
 
 
-def resources(derived: DerivedResources, given: ResourcesSpec) -> Object:
+def resources(
+    derived: DerivedResources, given: ResourcesSpec, devices: Mapping[str, str] | None = None
+) -> Object:
     """Return the ``resources`` of a container.
 
     Without a given CPU limit there is none, because throttling only delays answers. A given limit
     below the derived request also lowers the request, because the API server rejects a request
     above the limit.
+
+    Args:
+        devices: Amounts of extended resources, which requests and limits have to have.
     """
     limit, cpu_limit = given.memory_limit, given.cpu_limit
     request = given.memory or format_bytes(derived.memory_bytes)
@@ -96,8 +109,9 @@ def resources(derived: DerivedResources, given: ResourcesSpec) -> Object:
         cpu = cpu_limit
     limits = {"cpu": cpu_limit, "memory": limit}
     shown = {name: canonical(value) for name, value in limits.items() if value is not None}
+    shown |= devices or {}
     return {
-        "requests": {"cpu": canonical(cpu), "memory": canonical(request)},
+        "requests": {"cpu": canonical(cpu), "memory": canonical(request), **(devices or {})},
         **({"limits": shown} if shown else {}),
     }
 

@@ -13,6 +13,7 @@ from ragcache_operator.builders.environment import (
 from ragcache_operator.builders.keys import signing_mount
 from ragcache_operator.builders.metadata import Object
 from ragcache_operator.builders.model import model_environment, model_mounts
+from ragcache_operator.builders.part_tls import tls_dir, tls_mounts
 from ragcache_operator.builders.placement import (
     CROSS_ENCODER_FOLDER,
     EMBEDDER_FOLDER,
@@ -52,6 +53,7 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
         replicas=retriever.replicas,
         mounts=[
             signing_mount(cache, placement),
+            *tls_mounts(cache, placement),
             *model_mounts(model),
             *_search_model_mounts(retriever),
         ],
@@ -81,6 +83,7 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
             listen=str(placement.bind_address(GRPC)),
             health_listen=str(placement.bind_address(HEALTH)),
             signing_key_file=placement.signing_key_file(),
+            tls_dir=tls_dir(cache, placement),
             data_dir=placement.data_dir(COMPONENT),
             model=placement.model(model.parsed_source),
             embedder=placement.embedder(retriever.embedder),

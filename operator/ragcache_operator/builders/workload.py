@@ -41,6 +41,7 @@ class Workload:
         storage: Volume of each pod. None makes the workload a Deployment.
         service: Name of the Service that gives its pods DNS names, if it is not the workload's own.
         drain: Command of the preStop hook.
+        image: Name of its image, if it is not the component's.
         surge: Whether a rolling update may run one pod more than desired.
         template: What the spec sets about its pods alone.
     """
@@ -61,6 +62,7 @@ class Workload:
     grace_s: int = 30
     own_labels: Mapping[str, str] = field(default_factory=dict)
     surge: bool = True
+    image: str | None = None
     template: PodTemplateSpec | None = None
 
 
@@ -151,7 +153,7 @@ def _template(cache: RagCache, workload: Workload, placement: PlatformPlacement)
     common = {**placement.env(), "PYTHONUNBUFFERED": "1"}
     container = Container(
         name=workload.component,
-        image=placement.image(workload.component),
+        image=placement.image(workload.image or workload.component),
         command=workload.command,
         args=workload.args,
         env={**common, **workload.env, **shared_environment(cache, is_cluster=is_cluster)},

@@ -52,6 +52,7 @@ def capabilities_of(version: dict[str, Any], groups: Sequence[dict[str, Any]]) -
         minor=minor,
         http_route="gateway.networking.k8s.io/v1" in served,
         # KEDA serves external.metrics.k8s.io, which has no metrics of single pods.
+        certificates="cert-manager.io/v1" in served,
         pod_monitors="monitoring.coreos.com/v1" in served,
         assigns_ids="security.openshift.io/v1" in served,
         custom_metrics=any(name.startswith("custom.metrics.k8s.io/") for name in served),

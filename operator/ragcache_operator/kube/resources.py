@@ -55,6 +55,7 @@ NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "Netwo
 INGRESSES = Resource("networking.k8s.io", "v1", "ingresses", "Ingress")
 HTTP_ROUTES = Resource("gateway.networking.k8s.io", "v1", "httproutes", "HTTPRoute")
 POD_MONITORS = Resource("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
+CERTIFICATES = Resource("cert-manager.io", "v1", "certificates", "Certificate")
 RAG_CACHES = Resource("ragcache.dev", "v1alpha1", "ragcaches", "RagCache")
 RAG_COLLECTIONS = Resource("ragcache.dev", "v1alpha1", "ragcollections", "RagCollection")
 CRDS = Resource(
@@ -70,7 +71,7 @@ AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "Horizon
 _ALL = (
     *(NAMESPACES, PODS, SERVICES, CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS, CLAIMS, EVENTS),
     *(DEPLOYMENTS, STATEFUL_SETS, JOBS, LEASES, NETWORK_POLICIES, INGRESSES, HTTP_ROUTES),
-    *(POD_MONITORS, RAG_CACHES, RAG_COLLECTIONS, CRDS),
+    *(POD_MONITORS, CERTIFICATES, RAG_CACHES, RAG_COLLECTIONS, CRDS),
     *(DISRUPTION_BUDGETS, AUTOSCALERS),
 )
 _BY_KIND = {(resource.api_version, resource.kind): resource for resource in _ALL}

@@ -124,7 +124,14 @@ def may_be_missing(
 def _mounts(pod: Object, secret: str) -> bool:
     """Whether a pod, or a pod template, mounts a Secret."""
     volumes = pod["spec"].get("volumes") or ()
-    return any((volume.get("secret") or {}).get("secretName") == secret for volume in volumes)
+    sources = [
+        source
+        for volume in volumes
+        for source in (volume.get("projected") or {}).get("sources") or ()
+    ]
+    return any(
+        (volume.get("secret") or {}).get("secretName") == secret for volume in volumes
+    ) or any((source.get("secret") or {}).get("name") == secret for source in sources)
 
 
 def _is_being_set_up(pod: Object) -> bool:

@@ -16,7 +16,10 @@ from ragcache_operator.builders.keys import (
     api_key_secret_name,
     signing_secret,
     signing_secret_name,
+    store_key_secret,
+    store_key_secret_name,
 )
+from ragcache_operator.builders.part_tls import key_secret
 from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.kube.api import Api, ApiError, Conflict
 from ragcache_operator.kube.drift import removal_patch
@@ -84,10 +87,13 @@ class ChildWriter:
         """
         cache = placement.cache
         new: dict[str, Callable[[bytes], Object]] = {
-            signing_secret_name(cache, placement): partial(signing_secret, cache, placement)
+            signing_secret_name(cache, placement): partial(signing_secret, cache, placement),
+            store_key_secret_name(cache, placement): partial(store_key_secret, cache, placement),
         }
         if (name := api_key_secret_name(cache, placement)) is not None:
             new[name] = partial(api_key_secret, cache, placement, name)
+        if (key := key_secret(cache, placement)) is not None:
+            new[key["metadata"]["name"]] = lambda _: key
         errors: list[RagCacheError] = []
         waits_s: list[float] = []
         for name, make in new.items():

@@ -39,6 +39,8 @@ def child_resources(capabilities: Capabilities) -> list[Resource]:
         kinds.append(resources.HTTP_ROUTES)
     if capabilities.pod_monitors:
         kinds.append(resources.POD_MONITORS)
+    if capabilities.certificates:
+        kinds.append(resources.CERTIFICATES)
     return kinds
 
 

@@ -15,6 +15,8 @@ from ragcache_core.errors import InvalidInput, RagCacheError
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.capabilities import unsupported_features
 from ragcache_operator.builders.metadata import WORKLOADS, component_of
+from ragcache_operator.builders.part_tls import key_secret
+from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.config import Installation
 from ragcache_operator.kube.api import Api, ApiError
 from ragcache_operator.kube.resources import CLAIMS, Object
@@ -83,6 +85,7 @@ class CacheReconciler:
             key_wait_s,
             claims_wait_s,
             _seconds_until_correction(state),
+            _seconds_until_renewal(placement),
             await self._reporter.report(body, placement, desired, accepted, state, post_event),
         ]
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
@@ -170,6 +173,14 @@ def _seconds_until_correction(state: ReconcileState) -> float | None:
     now_s = time.monotonic()
     waits_s = (correction.not_before_s - now_s for correction in state.corrections.values())
     return min((wait_s for wait_s in waits_s if wait_s > 0), default=None)
+
+
+def _seconds_until_renewal(placement: ClusterPlacement) -> float | None:
+    """Return the seconds until the parts get another certificate, or None if they have none."""
+    certificate = placement.certificate
+    if certificate is None or key_secret(placement.cache, placement) is None:
+        return None
+    return max(0.0, certificate.renew_s - time.time())
 
 
 def _deletes_data(body: Object) -> bool:

@@ -205,7 +205,7 @@ class StatusReporter:
         by_uid = {pod["metadata"]["uid"]: pod for pod in engines}
         state.slow_types = {uid: one for uid, one in state.slow_types.items() if uid in by_uid}
         unknown = {
-            uid: address
+            uid: f"{_engine_scheme(pod)}://{address}"
             for uid, pod in by_uid.items()
             if uid not in state.slow_types and (address := port_address(pod, "http")) is not None
         }
@@ -268,3 +268,11 @@ def _now() -> str:
 
 def _model_names(cache: RagCache) -> list[str]:
     return [model.served_name for model in cache.spec.models]
+
+
+def _engine_scheme(pod: Object) -> str:
+    """Return the scheme of an engine's HTTP port, which its probes use, too."""
+    for container in pod["spec"]["containers"]:
+        if any(port.get("name") == "http" for port in container.get("ports") or ()):
+            return str(container["readinessProbe"]["httpGet"]["scheme"]).lower()
+    return "http"

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 
 from ragcache_operator.spec.values import (
     HTTP_URL,
+    ForeignName,
     LabelKey,
     Labels,
     LabelValue,
@@ -66,6 +67,28 @@ class NetworkPolicySpec(ManifestModel):
     """Pods that may connect to the ports with metrics and health, which serve nothing else. If
     empty, pods of all namespaces may that have the Prometheus Operator's label
     app.kubernetes.io/name: prometheus."""
+
+
+class IssuerRef(ManifestModel):
+    """IssuerRef names an issuer of cert-manager."""
+
+    name: ForeignName
+    """Name of the issuer."""
+    kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
+    """Kind of the issuer. An Issuer is in the namespace of this object."""
+
+
+class TlsSpec(ManifestModel):
+    """TlsSpec sets the encryption of the connections between the components."""
+
+    enabled: bool = True
+    """Whether gateway, retriever, shards and engines encrypt their connections with each other, and
+    show each other certificates. The operator makes the certificates and renews them. A change
+    restarts all pods, and until all have restarted the old ones cannot call the new ones."""
+    issuer_ref: IssuerRef | None = None
+    """Issuer of cert-manager that makes the certificates in place of the operator. It must be a
+    certificate authority of your own, which puts its certificate into ca.crt of its Secrets. If the
+    cluster has no cert-manager, the operator makes them."""
 
 
 class OtlpSpec(ManifestModel):

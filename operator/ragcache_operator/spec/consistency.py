@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from ragcache_core.access.caller import Scope
 from ragcache_operator.spec.cluster import (
     ClientSpec,
     LabelRequirement,
 )
 from ragcache_operator.spec.collection import SourceSpec, SyncSpec
 from ragcache_operator.spec.engine_arguments import ENGINE_ARGUMENT_RULES
+from ragcache_operator.spec.oidc import OidcIssuerSpec
 from ragcache_operator.spec.pods import (
     EnvSourceSpec,
     EnvVarSpec,
@@ -38,6 +40,7 @@ from ragcache_operator.spec.retriever import (
 )
 from ragcache_operator.spec.validation import (
     ENFORCED_BY_SCHEMA,
+    NO_CEL_FOR_ITEMS,
     NO_CEL_FOR_NAMES,
     NO_CEL_FOR_QUANTITIES,
     Rule,
@@ -172,6 +175,14 @@ def _bundled_lengths() -> Iterator[str]:
         yield f"self.source != 'bundled:{name}' || self.maxLength <= {limit}"
 
 
+def _issuer_names_differ(gateway: GatewaySpec) -> Violation | None:
+    return _first_duplicate([one.name for one in gateway.oidc], "name")
+
+
+def _issuers_differ(gateway: GatewaySpec) -> Violation | None:
+    return _first_duplicate([one.issuer for one in gateway.oidc], "issuer")
+
+
 def _max_replicas(component: type[GatewaySpec | EngineSpec]) -> Rule:
     return cel_rule(
         component,
@@ -187,6 +198,7 @@ _FIX: Final = "leave it out, or leave out url"
 
 _CONDITIONS: Final = {
     "role": "self.role == 'both'",
+    "device": "self.device == 'cpu'",
     "replicas": "self.replicas == 1",
     "args": "!has(self.args) || size(self.args) == 0",
     "unsafeArgs": "!has(self.unsafeArgs) || size(self.unsafeArgs) == 0",
@@ -210,6 +222,13 @@ def _unset(attribute: str) -> Callable[[EngineSpec], Violation | None]:
 
 
 EXTERNAL_ENGINE_RULES: tuple[Rule, ...] = (
+    cel_rule(
+        EngineSpec,
+        "gpu",
+        "!has(self.gpu) || self.device == 'cuda'",
+        "is set, but the engine computes on a processor",
+        "leave it out, or set device to cuda",
+    ),
     *(
         cel_rule(
             EngineSpec,
@@ -349,6 +368,31 @@ CONSISTENCY: tuple[Rule, ...] = (
         "!has(self.secretRef) || self.enabled == true",
         "is set, but enabled is false",
         "leave it out, or set enabled to true",
+    ),
+    cel_rule(
+        GatewaySpec,
+        "oidc",
+        "!has(self.oidc) || size(self.oidc) == 0 || !has(self.auth) || self.auth.enabled == true",
+        "is set, but requests need no key (auth.enabled is false)",
+        "leave it out, or set auth.enabled to true",
+    ),
+    Rule(GatewaySpec, "oidc", _issuer_names_differ, ENFORCED_BY_SCHEMA),
+    Rule(GatewaySpec, "oidc", _issuers_differ, NO_CEL_FOR_ITEMS),
+    cel_rule(
+        OidcIssuerSpec,
+        "tenants",
+        "!has(self.tenants) || size(self.tenants) == 0 || has(self.tenantClaim)",
+        "is set without tenantClaim",
+        "name the claim that has the tenant",
+    ),
+    cel_rule(
+        OidcIssuerSpec,
+        "scopes",
+        "(has(self.defaultScopes) && size(self.defaultScopes) > 0) || (has(self.scopes) && ("
+        + " || ".join(f"(has(self.scopes.{one}) && size(self.scopes.{one}) > 0)" for one in Scope)
+        + "))",
+        "gives no scope, so that tokens of this issuer may do nothing",
+        "set scopes.ask, for example",
     ),
     _max_replicas(GatewaySpec),
     _max_replicas(EngineSpec),

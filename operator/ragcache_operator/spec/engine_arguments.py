@@ -67,6 +67,8 @@ ALLOWED_FLAGS: Final[Mapping[str, FlagValue]] = {
     "enable-prefix-caching": SWITCH,
     "prefix-caching-hash-algo": _one_of("sha256", "sha256_cbor"),
     # Attention and sampling.
+    "attention-backend": _one_of("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"),
+    "max-cudagraph-capture-size": _COUNT_OR_ZERO,
     "disable-sliding-window": SWITCH,
     "disable-cascade-attn": SWITCH,
     "seed": _COUNT_OR_ZERO,
@@ -177,6 +179,7 @@ REFUSED_FLAGS: Final = (
             "dtype": "set spec.model.dtype",
             "hf-token": "set spec.model.tokenSecret",
             "kv-cache-memory-bytes": "set spec.engines[].kvMemory",
+            "gpu-memory-utilization": "set spec.engines[].gpu.memoryShare",
             "otlp-traces-endpoint": "set spec.telemetry.otlp",
         },
     ),

@@ -96,9 +96,15 @@ def parse_unchecked(manifest: Mapping[str, Any]) -> RagCache | RagCollection:
 
 
 def _validate(root: type[_Root], manifest: Mapping[str, Any]) -> _Root:
-    given = {key: value for key, value in _without_nulls(manifest).items() if key != "status"}
     try:
+        given = {key: value for key, value in _without_nulls(manifest).items() if key != "status"}
         return root.model_validate(given)
+    except RecursionError:
+        problems = [
+            InvalidInput(
+                "manifest", "is nested too deeply", "write each field as in docs/reference"
+            )
+        ]
     except ValidationError as error:
         problems = [
             _problem(root, details)

@@ -14,7 +14,8 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, Field
 
 from ragcache_core.eviction import PolicyName
-from ragcache_operator.spec.cluster import NetworkPolicySpec, TelemetrySpec
+from ragcache_operator.spec.cluster import NetworkPolicySpec, TelemetrySpec, TlsSpec
+from ragcache_operator.spec.oidc import OidcIssuerSpec
 from ragcache_operator.spec.pods import (
     EnvVarSpec,
     PodTemplateSpec,
@@ -26,13 +27,14 @@ from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.retriever import RetrieverSpec
 from ragcache_operator.spec.values import (
     CLAIM_FOLDER,
-    HUB_NAME,
+    HUB_COMMIT,
     LOCAL_FOLDER,
     Annotations,
     ApiKeySecret,
     ByteQuantity,
     EngineName,
     EngineUrl,
+    ExtendedResource,
     ForeignName,
     HostName,
     HostPattern,
@@ -63,6 +65,8 @@ BUNDLED_MODELS = {"smollm2": 8192, "tinyrag": 4096}
 and `ragcache up` fetches them."""
 
 _GIB = 1 << 30
+_DEFAULT_KV_GIB = 2
+"""The paged KV cache of an engine on a processor."""
 # The full name of a flag, because argparse accepts short ones. A key of its value needs a value.
 UnsafeArgument = Annotated[
     str,
@@ -77,7 +81,7 @@ _IMAGE = r"[A-Za-z0-9][A-Za-z0-9._/:@-]*"
 _MODEL_SOURCE: Final = "|".join(
     [
         *(f"bundled:{name}" for name in BUNDLED_MODELS),
-        f"hf:{HUB_NAME}",
+        f"hf:{HUB_COMMIT}",
         f"path:{LOCAL_FOLDER}",
         f"pvc:{CLAIM_FOLDER}",
         f"image:{_IMAGE}",
@@ -106,12 +110,13 @@ class ModelSource:
                 )
             case "path" if re.fullmatch(LOCAL_FOLDER, value):
                 return cls("path", value)
-            case "hf" if re.fullmatch(HUB_NAME, value):
+            case "hf" if re.fullmatch(HUB_COMMIT, value):
                 return cls("hf", value)
             case "hf":
                 raise validation_error(
                     f"{value!r} is not a Hugging Face model name",
-                    "write it like hf:meta-llama/Llama-3.1-8B-Instruct",
+                    "write it like hf:meta-llama/Llama-3.1-8B-Instruct, with @ and 40 hexadecimal "
+                    "digits for a commit",
                 )
             case "pvc" if re.fullmatch(CLAIM_FOLDER, value, re.ASCII):
                 return cls("pvc", value)
@@ -151,7 +156,7 @@ class ModelSource:
                 return PurePosixPath(self.value).name or "model"
             case "image":
                 return PurePosixPath(self.value.partition("@")[0]).name.partition(":")[0]
-        return self.value
+        return self.value.partition("@")[0]
 
 
 def _model_source(text: str) -> str:
@@ -170,8 +175,9 @@ class ModelSpec(ManifestModel):
     ] = "bundled:smollm2"
     """Source of the model's weights. bundled:smollm2 is SmolLM2-135M-Instruct, a small general
     model that the images contain. bundled:tinyrag is a test model. hf:ORGANISATION/NAME is a model
-    of the Hugging Face hub. pvc:CLAIM/FOLDER is a volume claim of this namespace, which pods mount
-    read-only. image:REFERENCE is an OCI image, which pods mount as a volume; it needs
+    of the Hugging Face hub, and hf:ORGANISATION/NAME@COMMIT pins what is loaded of it. Without a
+    commit, its owner may change that. pvc:CLAIM/FOLDER is a volume claim of this namespace, which
+    pods mount read-only. image:REFERENCE is an OCI image, which pods mount as a volume; it needs
     Kubernetes 1.35. path:FOLDER is a local folder, for `ragcache up` only."""
     token_secret: SecretKey | None = None
     """Token for a gated model of the Hugging Face hub. It requires an hf: source."""
@@ -356,6 +362,9 @@ class GatewaySpec(ManifestModel):
     auth: GatewayAuthSpec | None = None
     """Who may call the gateway. If unset, requests need an API key in a cluster, and need none with
     `ragcache up`, which only this machine reaches."""
+    oidc: Annotated[tuple[OidcIssuerSpec, ...], ServerList(8, kind="map")] = ()
+    """Issuers of OpenID Connect. A caller may send a token of one of them in place of an API key.
+    `ragcache up` then needs keys, too."""
     audit: GatewayAuditSpec | None = None
     """Records writes, deletes, reads of documents, backups and refused requests in an audit log. If
     unset, there is none. {} writes it to standard output. While it cannot be written, the gateway
@@ -423,6 +432,18 @@ class GatewaySpec(ManifestModel):
     """Additions to the gateway's pods, which override those of spec.podTemplate."""
 
 
+class GPUSpec(ManifestModel):
+    """GPUSpec sets the GPU of each engine of a group."""
+
+    resource: ExtendedResource = "nvidia.com/gpu"
+    """Extended resource: each engine takes one, like nvidia.com/mig-3g.40gb for a part of a GPU."""
+    memory_share: Annotated[float, Field(ge=0.1, le=0.98, allow_inf_nan=False)] = 0.9
+    """Share of the GPU's memory that the engine takes for weights, activations and its paged KV
+    cache. With kvMemory it has no effect."""
+    shared_memory: ByteQuantity = "1Gi"
+    """Size of /dev/shm, through which vLLM's processes communicate."""
+
+
 class EngineSpec(ManifestModel):
     """EngineSpec sets one group of identical vLLM engines."""
 
@@ -456,11 +477,14 @@ class EngineSpec(ManifestModel):
     one role are missing, those of another role do both."""
     replicas: Replicas = 1
     """Number of engine replicas. With autoscaling, this is the minimum."""
-    device: Literal["cpu"] = "cpu"
-    """Device that the engine computes on."""
-    kv_memory: ByteQuantity = "2Gi"
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device that the engine computes on: the processor, or one NVIDIA GPU."""
+    gpu: GPUSpec | None = None
+    """The GPU of each engine, only with device cuda. If unset, it is one nvidia.com/gpu."""
+    kv_memory: ByteQuantity | None = None
     """Size of the engine's paged KV cache, rounded up to whole GiB. The engine loads other KV from
-    the cache store."""
+    the cache store. If unset, it is 2Gi on a processor, and what gpu.memoryShare leaves on a
+    GPU."""
     host_tier: ByteQuantity | None = None
     """Size of the host memory tier of each replica, which holds the variants that it loads most
     often. If unset, the engine loads every variant from the cache store."""
@@ -482,14 +506,24 @@ class EngineSpec(ManifestModel):
     metrics API that serves vLLM's metrics. If unset, the group has a fixed number of replicas."""
 
     @property
-    def kv_memory_bytes(self) -> int:
-        """Size of the paged KV cache in bytes, before rounding."""
-        return parse_quantity(self.kv_memory)
+    def gpu_or_default(self) -> GPUSpec:
+        """The GPU of each engine, if it computes on one."""
+        return self.gpu or GPUSpec()
 
     @property
-    def kv_memory_gib(self) -> int:
-        """Size of the paged KV cache in GiB, rounded up. vLLM takes whole GiB."""
-        return -(-self.kv_memory_bytes // _GIB)
+    def kv_memory_gib(self) -> int | None:
+        """Size of the paged KV cache in GiB, rounded up. vLLM takes whole GiB on processors.
+
+        None: it is what a GPU has left.
+        """
+        if self.kv_memory is None:
+            return _DEFAULT_KV_GIB if self.device == "cpu" else None
+        return -(-parse_quantity(self.kv_memory) // _GIB)
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Size of the paged KV cache in host memory, in bytes."""
+        return (self.kv_memory_gib or 0) << 30 if self.device == "cpu" else 0
 
     @property
     def host_tier_bytes(self) -> int:
@@ -614,6 +648,8 @@ class RagCacheSpec(ManifestModel):
     data_policy: Literal["Retain", "Delete"] = "Retain"
     """Whether deletion of this object keeps the volumes with documents and variants. With Retain
     the claims stay, and a new object of the same name uses them. Delete deletes them."""
+    tls: TlsSpec = TlsSpec()
+    """Encryption of the connections between the components."""
     network_policy: NetworkPolicySpec = NetworkPolicySpec()
     """Network connections that pods may open."""
     telemetry: TelemetrySpec = TelemetrySpec()

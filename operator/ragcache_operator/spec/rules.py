@@ -13,6 +13,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_operator.spec.collection import CacheRef, RagCollection
 from ragcache_operator.spec.consistency import CONSISTENCY
 from ragcache_operator.spec.manifest import InvalidManifest, parse_unchecked
+from ragcache_operator.spec.quantity import format_bytes
 from ragcache_operator.spec.ragcache import (
     CacheStoreSpec,
     EngineSpec,
@@ -69,11 +70,11 @@ def _store_fits(store: CacheStoreSpec) -> Violation | None:
 
 
 def _engine_fits(engine: EngineSpec) -> Violation | None:
-    kv_bytes, tier_bytes = engine.kv_memory_gib << 30, engine.host_tier_bytes
-    if engine.host_tier is None:
-        return _memory_exceeds(engine.resources, engine.kv_memory, kv_bytes, "kvMemory")
-    amount = f"{engine.kv_memory} and {engine.host_tier}"
-    return _memory_exceeds(engine.resources, amount, kv_bytes + tier_bytes, "kvMemory and hostTier")
+    sizes = {"kvMemory": engine.host_kv_bytes, "hostTier": engine.host_tier_bytes}
+    filled = {field: size for field, size in sizes.items() if size}
+    amount = " and ".join(format_bytes(size) for size in filled.values())
+    fields = " and ".join(filled)
+    return _memory_exceeds(engine.resources, amount, sum(filled.values()), fields)
 
 
 CLUSTER_RULES: tuple[Rule, ...] = (

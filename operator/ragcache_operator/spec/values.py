@@ -197,6 +197,25 @@ EngineUrl = Annotated[
         "write it like http://vllm.models.svc:8000 or https://llm.example.com, without a path",
     ),
 ]
+IssuerUrl = Annotated[
+    str,
+    Field(max_length=512),
+    StringPattern(
+        rf"https://{SUBDOMAIN}(:{_PORT})?(/[^\s?#]*)?"
+        rf"|http://(localhost|127\.0\.0\.1)(:{_PORT})?(/[^\s?#]*)?",
+        "URL of an issuer",
+        "write it like https://id.example.com/realms/docs; only this machine may have http",
+    ),
+]
+ExtendedResource = Annotated[
+    str,
+    Field(max_length=128),
+    StringPattern(
+        rf"{SUBDOMAIN}/{_LABEL_TEXT}",
+        "extended resource",
+        "write it like nvidia.com/gpu or nvidia.com/mig-3g.40gb",
+    ),
+]
 ServedName = Annotated[
     str,
     Field(max_length=200),

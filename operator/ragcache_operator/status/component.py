@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ STARTUP_REASONS = {
 
 _PULL_FAILURES = ("ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName")
 _CONFIG_FAILURES = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+_MISSING_DEVICE = re.compile(r"Insufficient ([a-z0-9.-]+/[A-Za-z0-9._-]*[A-Za-z0-9])")
+"""How the scheduler names an extended resource. Its domain tells it from cpu and memory."""
 _MAX_MESSAGE_CHARS = 600
 _LAST_SERIOUS_RANK = 2
 
@@ -172,7 +175,11 @@ def _pod_problem(component: str, pod: Object, progress: Mapping[str, str]) -> tu
     name = pod["metadata"]["name"]
     scheduled = _condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
-        return 2, "Unschedulable", f"{name}: {scheduled.get('message', 'no node fits')}"
+        message = f"{name}: {scheduled.get('message', 'no node fits')}"
+        if device := _MISSING_DEVICE.search(message):
+            hint = f"no node has a free {device[1]}; add nodes, check the device plugin, or correct"
+            return 2, "InsufficientGPUs", f"{message} ({hint} engines[].gpu.resource)"
+        return 2, "Unschedulable", message
     status = pod.get("status") or {}
     containers = [
         *(status.get("initContainerStatuses") or ()),

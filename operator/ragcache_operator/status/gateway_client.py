@@ -71,12 +71,19 @@ _NO_ANSWER = (
 
 
 class GatewayClient:
-    """Client of the gateways of all platforms."""
+    """Client of the gateways of all platforms.
 
-    def __init__(self) -> None:
+    Args:
+        transport: How it connects. None: to the Services of a cluster, by their names.
+    """
+
+    def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
         # Connections inside a cluster must not use a proxy of the environment. Each call has its
         # own total timeout; this timeout limits a single read.
-        self._client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT_S, trust_env=False)
+        # Certificates of engines are not checked: the operator tells them nothing.
+        self._client = httpx.AsyncClient(
+            timeout=_ANSWER_TIMEOUT_S, trust_env=False, verify=False, transport=transport
+        )
 
     async def close(self) -> None:
         """Close every connection."""
@@ -170,11 +177,11 @@ class GatewayClient:
             return None
         return str(progress)[:200] if progress else None
 
-    async def slow_number_type(self, address: str) -> str | None:
+    async def slow_number_type(self, url: str) -> str | None:
         """Return the number type that an engine's processor computes slowly.
 
         Args:
-            address: "host:port" of the engine's HTTP port.
+            url: Base URL of the engine's HTTP port.
 
         Returns:
             The type; empty if it is fast; None if the engine does not answer.
@@ -182,7 +189,7 @@ class GatewayClient:
         try:
             async with asyncio.timeout(_PROGRESS_TIMEOUT_S):
                 status, body = await self._send(
-                    GatewayAccess(f"http://{address}"), "GET", "/ragcache/processor", None
+                    GatewayAccess(url), "GET", "/ragcache/processor", None
                 )
             if status != httpx.codes.OK:
                 return None

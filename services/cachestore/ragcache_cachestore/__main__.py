@@ -86,7 +86,7 @@ def _open(
     Args:
         resources: Closes them in reverse order.
     """
-    own_address, keys = config.own_address or config.listen, config.signing_key_file
+    own_address, credentials = config.own_address or config.listen, config.credentials
     options = StoreOptions(
         config.memory_bytes,
         config.disk_bytes,
@@ -98,20 +98,24 @@ def _open(
     store = Store(config.data_dir, options)
     resources.callback(store.close)
     data_address = None if config.data_listen is None else split_address(config.data_listen)
-    data_server = DataServer(store, config.data_socket, data_address, keys)
+    data_server = DataServer(store, config.data_socket, data_address, credentials)
     resources.callback(data_server.close)
     re_encoder = ReEncoder(store.variants, _assignment(config), Pace(), time.monotonic)
     re_encoder.start()
     resources.callback(re_encoder.close)
     members = config.cachestore
-    catch_up = CatchUp(store, members, own_address, progress=health.set_progress, keys=keys)
+    catch_up = CatchUp(
+        store, members, own_address, progress=health.set_progress, credentials=credentials
+    )
     resources.callback(catch_up.close)
-    replicator = Replicator(store, members if config.replication else None, own_address, keys=keys)
+    replicator = Replicator(
+        store, members if config.replication else None, own_address, credentials=credentials
+    )
     resources.callback(replicator.close)
     # Under `blend` a variant can be reused although its parent is not stored.
     chained = members if config.reuse == "exact" else None
     orphan_collector = OrphanCollector(
-        store, chained, own_address, ask=partial(ask_shard, keys=keys)
+        store, chained, own_address, ask=partial(ask_shard, credentials=credentials)
     )
     resources.callback(orphan_collector.close)
     return ShardProcess(store, data_server, catch_up, replicator, orphan_collector)
@@ -159,9 +163,9 @@ async def _start_catch_up(catch_up: CatchUp, stopped: asyncio.Future[None]) -> b
 def _listen(
     config: CacheStoreSettings, service: CacheStoreService, health: HealthServer
 ) -> GrpcServer:
-    listen, keys = config.listen, config.signing_key_file
+    listen, credentials = config.listen, config.credentials
     try:
-        return GrpcServer(listen, [SERVICE], service.register, health, keys=keys)
+        return GrpcServer(listen, [SERVICE], service.register, health, credentials=credentials)
     except RuntimeError as error:
         raise InvalidInput(
             "RAGCACHE_LISTEN", f"{listen} is in use: {error}", "name another port"

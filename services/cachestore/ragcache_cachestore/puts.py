@@ -210,6 +210,7 @@ class Puts:
             value_format=new.value_format,
             delete_sequence=self._state.tombstones.last_sequence,
             put_at=now,
+            tag=completion.tag,
             memory=incoming.copy,
         )
         self._state.next_identity += 1

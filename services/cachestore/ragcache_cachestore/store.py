@@ -249,6 +249,7 @@ def _recover_variant(
         value_format=found.value_format,
         delete_sequence=found.delete_sequence,
         put_at=now,
+        tag=found.tag,
         disk=copy,
     )
     state.catalog.add(variant)

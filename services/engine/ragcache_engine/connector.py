@@ -130,8 +130,11 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         model = vllm_config.model_config
         check_full_attention(kv_cache_config, model.max_model_len)
         folder = load_model_folder(str(model.model), model.revision)
-        dtype = str(model.dtype).removeprefix("torch.")
-        self._space = folder.space(dtype, model.max_model_len)
+        self._space = folder.space(
+            str(model.dtype).removeprefix("torch."),
+            self._settings.store_key_file,
+            model.max_model_len,
+        )
         self._engine = EngineContext(self._settings, self._space, _make_tracer(self._settings))
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
@@ -144,14 +147,19 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             records, costs, listen = RequestRecords(), ReuseCosts(), self._settings.records_listen
             self._feed = EngineFeed() if listen else None
             announcer = NodeAnnouncer(self._space, costs, self._feed) if self._feed else None
-            client = ShardedStore(self._settings.cachestore, self._settings.signing_key_file)
+            client = self._store_client()
             self._scheduler = ConnectorScheduler(
                 self._engine, records, client, costs, announcer, self._feed
             )
             self._record_server = None
             if listen:
-                keys = self._settings.signing_key_file
-                self._record_server = serve_records(records, costs, listen, self._feed, keys)
+                self._record_server = serve_records(
+                    records, costs, listen, self._feed, self._settings.credentials
+                )
+
+    def _store_client(self) -> ShardedStore:
+        settings = self._settings
+        return ShardedStore(settings.cachestore, settings.credentials, settings.store_key_file)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Use vLLM's block pool. vLLM calls this once, in the scheduler's process."""
@@ -202,7 +210,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             ) from error
         check_layout(cache, self._space)
         # Connects on threads of the worker half, which run on all cores (``unpinned_pool``).
-        client = ShardedStore(self._settings.cachestore, self._settings.signing_key_file)
+        client = self._store_client()
         self._cache, self._recomputer = cache, self._make_recomputer()
         blend = self._make_blend_components(cache)
         if blend is not None and JointPass.supports(runner := current_worker().model_runner):

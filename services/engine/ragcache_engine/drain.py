@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import ssl
 import sys
 import time
 import urllib.request
 from collections.abc import Callable
 
-METRICS_URL = "http://127.0.0.1:8000/metrics"
+METRICS_ADDRESS = "127.0.0.1:8000/metrics"
 SETTLE_S = 8.0
 """Time until no client uses the engine's address: DNS caches it for 5 s, gateways for 2 s."""
 POLL_S = 0.5
@@ -41,7 +43,11 @@ def fetch_metrics(url: str, timeout_s: float = _ANSWER_TIMEOUT_S) -> str | None:
         TimeoutError: The server is too busy to answer.
     """
     # The server is in this container, so never use a proxy.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    # And its certificate has another name than the loopback address.
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}),
+        urllib.request.HTTPSHandler(context=ssl._create_unverified_context()),
+    )
     try:
         with opener.open(url, timeout=timeout_s) as reply:
             return str(reply.read().decode(errors="replace"))
@@ -89,7 +95,8 @@ def drain(
 def main() -> int:
     """Run the command. It always succeeds, because the container is stopped in any case."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--url", default=METRICS_URL, help="vLLM's metrics")
+    scheme = "https" if os.environ.get("RAGCACHE_TLS_DIR") else "http"
+    parser.add_argument("--url", default=f"{scheme}://{METRICS_ADDRESS}", help="vLLM's metrics")
     parser.add_argument("--deadline-s", type=float, required=True, help="longest wait in seconds")
     parser.add_argument(
         "--settle-s", type=float, default=SETTLE_S, help="wait in seconds before the first poll"

@@ -37,11 +37,15 @@ class PeerMiddleware:
     def __init__(self, app: Application) -> None:
         self._app = app
         # The middleware uses no store, and a server without the connector has none.
-        self._keys = EngineSettings(cachestore=FixedMembers(())).signing_key_file
+        settings = EngineSettings(cachestore=FixedMembers(()))
+        self._keys, self._certificates = settings.signing_key_file, settings.tls_dir
+        self._served = self._certificates and self._certificates.current()
         self._guards: dict[str, PeerGuard] = {}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one request of the server."""
+        if scope["type"] != "lifespan":
+            self._renew_certificate(scope)
         if scope["type"] != "lifespan" and scope["path"] not in OPEN_PATHS:
             try:
                 self._guard(scope).check(scope["path"], _metadata(scope))
@@ -49,6 +53,18 @@ class PeerMiddleware:
                 await _refuse(scope, send, error)
                 return
         await self._app(scope, receive, send)
+
+    def _renew_certificate(self, scope: Message) -> None:
+        """Give vLLM's server a new certificate, if there is one.
+
+        vLLM's own watch (``--enable-ssl-refresh``) loses a mounted folder at its first change.
+        """
+        if self._certificates is None:
+            return
+        current = self._certificates.current()
+        if current is not self._served:
+            self._certificates.load_into(scope["app"].state.server.config.ssl)
+            self._served = current
 
     def _guard(self, scope: Message) -> PeerGuard:
         """Return the guard of the address at which the request has arrived."""

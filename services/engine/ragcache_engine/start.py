@@ -47,17 +47,23 @@ def check_memory(arguments: Sequence[str], settings: EngineSettings) -> None:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", default="")
+    parser.add_argument("--revision", default="")
     parser.add_argument("--dtype", default="auto")
     given, _ = parser.parse_known_args(list(arguments))
-    weights_bytes = read_weights_bytes(given.model, given.dtype)
-    if weights_bytes is None:
-        return
-    kv_bytes = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0) * (1 << 30))
-    memory = EngineMemory(weights_bytes, kv_bytes, settings.host_tier_bytes)
+    if settings.device == "cuda":
+        memory = EngineMemory.beside_gpu(settings.host_tier_bytes)
+    else:
+        is_pinned = given.revision and not Path(given.model).is_dir()
+        source = f"{given.model}@{given.revision}" if is_pinned else given.model
+        weights_bytes = read_weights_bytes(source, given.dtype)
+        if weights_bytes is None:
+            return
+        kv_bytes = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0) * (1 << 30))
+        memory = EngineMemory(weights_bytes, kv_bytes, settings.host_tier_bytes)
     limits_bytes = _limits_bytes(settings)
     log.info(
         "start: memory weights_bytes=%d least_bytes=%d limits=%s",
-        weights_bytes,
+        memory.weights_bytes,
         memory.least_bytes,
         limits_bytes,
     )

@@ -21,6 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
 from ragcache_core.access.json_bounds import question_max_bytes
+from ragcache_core.access.networks import AddressRules
 from ragcache_core.access.server_names import ServerNames
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_gateway.admission.quotas import RATE_LIMIT_HEADERS, Quotas
@@ -28,6 +29,9 @@ from ragcache_gateway.admission.usage_counter import UsageCounter
 from ragcache_gateway.audit.log import AuditLog
 from ragcache_gateway.audit.sink import audit_sink
 from ragcache_gateway.auth.api_keys import api_keys, tenant_shares
+from ragcache_gateway.auth.bearer_tokens import BearerTokens
+from ragcache_gateway.auth.issuer_documents import IssuerDocuments
+from ragcache_gateway.auth.issuer_keys import IssuerKeys
 from ragcache_gateway.console import console_routes
 from ragcache_gateway.documents.retriever_errors import to_rest_error
 from ragcache_gateway.http.errors import error_body, from_status, from_validation, response_to
@@ -54,6 +58,7 @@ from ragcache_gateway.http.routes import (
     document_routes,
     embedding_routes,
     erasure_routes,
+    operation_routes,
     response_routes,
     search_routes,
     status_routes,
@@ -64,6 +69,7 @@ from ragcache_gateway.http.services import GatewayServices
 from ragcache_gateway.prompts.model_runtime import ModelRuntime
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_gateway.wiring import Shared, connect_services
+from ragcache_wire.address_gate import AddressGate
 from ragcache_wire.http_server import metrics_server
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.field_types import split_address
@@ -77,6 +83,7 @@ _ROUTES: Final = (
     embedding_routes,
     erasure_routes,
     document_routes,
+    operation_routes,
     collection_routes,
     search_routes,
     backup_routes,
@@ -117,6 +124,7 @@ def create_app(
     metrics = metrics or Metrics(settings.model_name)
     limits = limits or settings.live_limits()
     keys = api_keys(settings)
+    tokens = _bearer_tokens(settings, metrics)
     instance = platform.node()
     sink = audit_sink(settings)
     audit = None if sink is None else AuditLog(sink, instance, metrics)
@@ -144,6 +152,7 @@ def create_app(
                 app.state.services = services
                 yield
         finally:
+            await tokens.close()
             if audit is not None:
                 await audit.close()
             await asyncio.to_thread(spans.close)
@@ -173,9 +182,20 @@ def create_app(
     app.add_middleware(ConcurrencyLimit, pools=pools, usage=usage, metrics=metrics)
     if audit is not None:
         app.add_middleware(AuditGate, log=audit)
-    app.add_middleware(KeyCheck, keys=keys, names=_server_names(settings))
+    app.add_middleware(KeyCheck, keys=keys, tokens=tokens, names=_server_names(settings))
     if settings.admin_listen is not None:
         app.add_middleware(PortGuard, admin_port=split_address(settings.admin_listen)[1])
+    _add_browser_rules(app, settings)
+    app.add_middleware(RequestSpans, tracer=spans)
+    if audit is not None:
+        app.add_middleware(AuditTrail, log=audit)
+    app.add_middleware(AccessLog, metrics=metrics)
+    app.add_middleware(PlainPath)
+    _translate_errors(app, metrics)
+    return app
+
+
+def _add_browser_rules(app: FastAPI, settings: GatewaySettings) -> None:
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -191,13 +211,6 @@ def create_app(
         hosts=(own_host, *settings.allowed_hosts),
         origins=settings.allowed_origins,
     )
-    app.add_middleware(RequestSpans, tracer=spans)
-    if audit is not None:
-        app.add_middleware(AuditTrail, log=audit)
-    app.add_middleware(AccessLog, metrics=metrics)
-    app.add_middleware(PlainPath)
-    _translate_errors(app, metrics)
-    return app
 
 
 def _bodies(
@@ -211,6 +224,14 @@ def _bodies(
         settings.body_timeout_s,
     )
     return LargeBodies(max_model_len), limits
+
+
+def _bearer_tokens(settings: GatewaySettings, metrics: Metrics) -> BearerTokens:
+    """Return what finds the callers of tokens."""
+    documents = IssuerDocuments(AddressGate(AddressRules(settings.issuer_networks)))
+    issuers = [IssuerKeys(one, documents) for one in settings.oidc]
+    metrics.issuers_failing.set_function(lambda: sum(one.is_failing for one in issuers))
+    return BearerTokens(issuers)
 
 
 def _server_names(settings: GatewaySettings) -> ServerNames:

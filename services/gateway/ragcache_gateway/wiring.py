@@ -134,9 +134,11 @@ async def connect_services(
     """Build and start every service; stop them at the end."""
     settings, metrics = shared.settings, shared.metrics
     async with _Services() as services:
-        retriever = services.closing(RetrieverClient(settings.retriever, settings.signing_key_file))
-        health = services.closing(HealthClient("retriever", settings.retriever))
-        store = services.closing(AsyncShardedStore(settings.cachestore, settings.signing_key_file))
+        retriever = services.closing(RetrieverClient(settings.retriever, settings.credentials))
+        health = services.closing(
+            HealthClient("retriever", settings.retriever, settings.credentials)
+        )
+        store = services.closing(AsyncShardedStore(settings.cachestore, settings.credentials))
         shares = tenant_shares(keys)
         tenant_queue = TenantQueue(lambda: shares().weights)
         services.closing(shared.usage).start(retriever, tenant_queue)

@@ -228,7 +228,7 @@ def _make_server(
             lambda server: retriever_pb2_grpc.add_RetrieverServicer_to_server(service, server),
             health,
             interceptors,
-            settings.signing_key_file,
+            settings.credentials,
         )
     except RuntimeError as error:
         raise InvalidInput(

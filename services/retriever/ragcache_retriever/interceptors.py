@@ -5,22 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 from typing_extensions import override
 
+from ragcache_core.access.caller import ANYONE
 from ragcache_core.errors import InvalidInput, NotFound, Overloaded, TooLarge, Unavailable
+from ragcache_core.scheduling.fair_share import Shares, may_enter
 from ragcache_retriever.metrics import Metrics
+from ragcache_wire.asking import asker
 from ragcache_wire.server import CallInterceptor, StreamCall, UnaryCall
 from ragcache_wire.v1 import retriever_pb2 as pb
 
 RETRY_AFTER_S = 1.0
+_UNNAMED = frozenset({"", ANYONE.name})
+_NO_KEYS: Shares[str] = Shares()
+_ONE_MORE: Shares[str] = Shares(weights={"": 1.0})
+"""Keys have equal shares, and another one may come at any time."""
 
 
 class LimitInterceptor(CallInterceptor):
     """Refuses searches and upserts that would have to queue. Embed and Rerank count as searches.
+
+    A key has its share of the searches, as tenants have of a gateway's slots (``fair_share``). Of
+    the bytes it gets at most as many as it leaves free.
+    Source: dynamic thresholds (Choudhury and Hahne, IEEE/ACM Transactions on Networking 1998).
 
     Args:
         max_searches: Most searches at once.
@@ -30,8 +42,8 @@ class LimitInterceptor(CallInterceptor):
     def __init__(self, max_searches: int, max_upsert_bytes: int) -> None:
         self._max_searches = max_searches
         self._max_upsert_bytes = max_upsert_bytes
-        self._num_searches = 0
-        self._upsert_bytes = 0
+        self._searches: Counter[str] = Counter()  # by key
+        self._upsert_bytes: Counter[str] = Counter()
 
     @override
     def around_unary(self, method: str, call: UnaryCall) -> UnaryCall:
@@ -39,7 +51,7 @@ class LimitInterceptor(CallInterceptor):
         match method:
             case "Embed" | "Rerank":
                 counted = self._search
-            case "UpsertDocument":
+            case "UpsertDocument" | "SubmitDocument":
                 counted = self._upsert
             case _:
                 return call
@@ -65,26 +77,35 @@ class LimitInterceptor(CallInterceptor):
 
     @contextlib.contextmanager
     def _search(self, _: Any) -> Iterator[None]:
-        if self._num_searches >= self._max_searches:
-            problem = f"{self._num_searches} searches are running"
+        name = asker()
+        shares = _NO_KEYS if name in _UNNAMED else _ONE_MORE
+        if not may_enter(name, self._searches, shares, self._max_searches):
+            problem = f"{self._searches.total()} searches are running"
             raise Overloaded("retriever", problem, RETRY_AFTER_S)
-        self._num_searches += 1
+        self._searches[name] += 1
         try:
             yield
         finally:
-            self._num_searches -= 1
+            self._searches[name] -= 1
+            self._searches += Counter()  # drops keys without one
 
     @contextlib.contextmanager
-    def _upsert(self, request: pb.UpsertDocumentRequest) -> Iterator[None]:
-        num_bytes = request.ByteSize()
-        if self._upsert_bytes and self._upsert_bytes + num_bytes > self._max_upsert_bytes:
-            problem = f"it is preparing {self._upsert_bytes} bytes"
+    def _upsert(
+        self, request: pb.UpsertDocumentRequest | pb.SubmitDocumentRequest
+    ) -> Iterator[None]:
+        name, num_bytes = asker(), request.ByteSize()
+        total = self._upsert_bytes.total()
+        free = self._max_upsert_bytes - total
+        own = self._upsert_bytes[name]
+        if total and (num_bytes > free or (name not in _UNNAMED and own + num_bytes > free)):
+            problem = f"it is preparing {total} bytes"
             raise Overloaded("retriever", problem, RETRY_AFTER_S)
-        self._upsert_bytes += num_bytes
+        self._upsert_bytes[name] += num_bytes
         try:
             yield
         finally:
-            self._upsert_bytes -= num_bytes
+            self._upsert_bytes[name] -= num_bytes
+            self._upsert_bytes += Counter()
 
 
 class MetricsInterceptor(CallInterceptor):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
-from ragcache_core.errors import Unavailable
+from ragcache_core.cost.text_rate import TextRate
+from ragcache_core.errors import TooLarge, Unavailable
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.documents.chunking import CHUNKER_VERSION, Chunk
 from ragcache_retriever.documents.collection import Chunking
@@ -16,6 +20,13 @@ from ragcache_retriever.embedding.embedder import Embedder, Vectors
 from ragcache_retriever.store.records import ChunkSet, Document, Recipe
 from ragcache_wire.v1 import retriever_pb2 as pb
 
+EMBED_LIMIT_S: Final = 110.0
+"""Time to embed a document while a caller waits. With the time to split it, it ends before the
+caller's deadline."""
+LATER_EMBED_LIMIT_S: Final = 3600.0
+"""Time to embed a document for which no caller waits."""
+MEASURED_CHARS: Final = 65_536
+"""Shorter documents tell little of how long a long one takes, and are always in time."""
 EMBEDDED_TEXT_VERSION = 1
 """Increase it when embedded_text changes. Stored chunks are then embedded again."""
 
@@ -46,6 +57,9 @@ class DocumentPreparer:
         self.tokenizer_identity = tokenizer.identity
         self.gate = gate or QueryGate()
         self._splitter = DocumentSplitter(tokenizer, split_limit)
+        self._rates = {
+            limit_s: TextRate(limit_s) for limit_s in (EMBED_LIMIT_S, LATER_EMBED_LIMIT_S)
+        }
 
     async def close(self) -> None:
         """End the processes that split documents."""
@@ -79,7 +93,11 @@ class DocumentPreparer:
         return (recipe.embedder, recipe.dimension) == (wanted.embedder, wanted.dimension)
 
     async def prepare(
-        self, document: Document, recipe: Recipe, known: Mapping[str, Vectors]
+        self,
+        document: Document,
+        recipe: Recipe,
+        known: Mapping[str, Vectors],
+        embed_limit_s: float | None = None,
     ) -> ChunkSet:
         """Split and embed a document.
 
@@ -89,8 +107,10 @@ class DocumentPreparer:
         Args:
             known: Embeddings by embedded text, each of shape (dimension,), which are not computed
                 again.
+            embed_limit_s: EMBED_LIMIT_S or LATER_EMBED_LIMIT_S. None: not limited.
 
         Raises:
+            TooLarge: The document takes longer to embed than the limit.
             Unavailable: The embedder does not answer, or the document cannot be split now.
             InvalidInput: The document takes too long to split, or the embedder refuses a text.
         """
@@ -104,12 +124,17 @@ class DocumentPreparer:
         embeddings = None
         if self.can_embed(recipe):
             texts = [embedded_text(document.title, chunk) for chunk in split.chunks]
-            embeddings = await self._embed(texts, known)
+            try:
+                embeddings = await self._embed(texts, known, embed_limit_s)
+            except TooLarge as error:
+                raise _too_long(document.id, len(texts), embed_limit_s) from error
         return ChunkSet(
             self.tokenizer_identity, split.chunks, split.digests, split.token_ids, embeddings
         )
 
-    async def _embed(self, texts: list[str], known: Mapping[str, Vectors]) -> Vectors:
+    async def _embed(
+        self, texts: list[str], known: Mapping[str, Vectors], limit_s: float | None
+    ) -> Vectors:
         embeddings = np.empty((len(texts), self.embedder.dimension), np.float32)
         missing = []
         for i, text in enumerate(texts):
@@ -119,8 +144,39 @@ class DocumentPreparer:
                 missing.append(i)
         if missing:
             missing_texts = [texts[i] for i in missing]
-            embedded = await self.embedder.embed(missing_texts, urgent=False)
+            embedded = await self._embed_in_time(missing_texts, limit_s)
             if embedded.shape != (len(missing), self.embedder.dimension):
                 raise Unavailable("embedder", f"it returned vectors of shape {embedded.shape}")
             embeddings[missing] = embedded
         return embeddings
+
+    async def _embed_in_time(self, texts: Sequence[str], limit_s: float | None) -> Vectors:
+        """Embed texts. Raises TooLarge if they take longer than a limit."""
+        is_long = sum(map(len, texts)) >= MEASURED_CHARS
+        rate = self._rates[limit_s] if is_long and limit_s is not None else None
+        if rate is not None:
+            rate.check(texts)
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(limit_s):
+                vectors = await self.embedder.embed(texts, urgent=False)
+        except TimeoutError:
+            if rate is not None:
+                rate.observe_end(texts)
+            raise Unavailable("embedder", f"it did not answer within {limit_s:g} s") from None
+        if is_long:
+            for one in self._rates.values():
+                one.observe(texts, time.monotonic() - began_s)
+        return vectors
+
+
+def _too_long(document_id: str, num_chunks: int, limit_s: float | None) -> TooLarge:
+    fix = "divide the document into shorter ones"
+    if limit_s == EMBED_LIMIT_S:
+        fix = f"send it with `Prefer: respond-async`, or {fix}"
+    return TooLarge(
+        "document.text",
+        f"of document {document_id!r} has {num_chunks} chunks, which take longer than"
+        f" {limit_s:g} s to embed",
+        fix,
+    )

@@ -23,6 +23,7 @@ from ragcache_retriever.messages.replies import (
     document_message,
     fitting,
     message_size,
+    operation_message,
     page_token,
     stage_message,
 )
@@ -154,6 +155,21 @@ class RetrieverService(retriever_pb2_grpc.RetrieverServicer):
             sequence=result.sequence,
             chunks=fitting(result.texts, left_bytes),
         )
+
+    async def SubmitDocument(
+        self, request: pb.SubmitDocumentRequest, context: Context
+    ) -> pb.Operation:
+        """Accept a document that is written later."""
+        collection = checked_name("document.collection", request.document.collection)
+        document = await asyncio.to_thread(document_of, request.document)
+        later_writes = self._knowledge_base.later_writes
+        return operation_message(await later_writes.submit(request.owner, collection, document))
+
+    async def GetOperation(self, request: pb.GetOperationRequest, context: Context) -> pb.Operation:
+        """Return what has become of a document that is written later."""
+        operation_id = checked_id("id", request.id)
+        found = await self._knowledge_base.later_writes.find(operation_id, request.owner)
+        return operation_message(found)
 
     async def DeleteDocument(
         self, request: pb.DeleteDocumentRequest, context: Context

@@ -15,6 +15,7 @@ from ragcache_core.errors import Unauthenticated, Unavailable
 from ragcache_core.store_api import Deletion
 from ragcache_wire.clients.feed_client import SHARD_FEED, FeedClient
 from ragcache_wire.feeds.feed_cursor import BATCH_CHANGES, from_message
+from ragcache_wire.peers.credentials import Credentials
 from ragcache_wire.v1 import node_feed_pb2 as pb
 from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.store import key, put_value, serving, value
@@ -44,7 +45,7 @@ async def read_snapshot(messages: Messages) -> tuple[set[tuple[bytes, str]], pb.
 async def test_a_reader_gets_a_snapshot_then_changes_and_can_resume(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         put_value(served.client, key(1), value(10))
-        client = FeedClient(served.address, SHARD_FEED, None)
+        client = FeedClient(served.address, SHARD_FEED)
         async with aclosing(client.watch()) as messages:
             nodes, end = await read_snapshot(messages)
             assert nodes == {(key(1).to_bytes(), "memory")}
@@ -64,7 +65,7 @@ async def test_a_reader_gets_a_snapshot_then_changes_and_can_resume(tmp_path: Pa
 
 async def test_a_reader_hears_that_nothing_has_changed(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
-        client = FeedClient(served.address, SHARD_FEED, None)
+        client = FeedClient(served.address, SHARD_FEED)
         async with aclosing(client.watch()) as messages:
             _, end = await read_snapshot(messages)
             heartbeat = await anext(messages)
@@ -77,7 +78,7 @@ async def test_a_snapshot_has_few_messages(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         for number in range(1, BATCH_CHANGES + 10):
             put_value(served.client, key(number), b"x")
-        client = FeedClient(served.address, SHARD_FEED, None)
+        client = FeedClient(served.address, SHARD_FEED)
         sizes = []
         async with aclosing(client.watch()) as messages:
             message = await next_change(messages)
@@ -92,13 +93,13 @@ async def test_a_reader_needs_a_token_under_the_shards_key(tmp_path: Path) -> No
     (tmp_path / "keys").write_text("a1" * 32)
     (tmp_path / "others").write_text("b2" * 32)
     keys, others = SigningKeys(tmp_path / "keys"), SigningKeys(tmp_path / "others")
-    with serving(tmp_path / "store", keys=keys) as served:
+    with serving(tmp_path / "store", credentials=Credentials(keys)) as served:
         for wrong in (None, others):
-            client = FeedClient(served.address, SHARD_FEED, wrong)
+            client = FeedClient(served.address, SHARD_FEED, Credentials(wrong))
             with pytest.raises(Unauthenticated, match="RAGCACHE_SIGNING_KEY_FILE"):
                 await anext(client.watch())
             await client.close()
-        client = FeedClient(served.address, SHARD_FEED, keys)
+        client = FeedClient(served.address, SHARD_FEED, Credentials(keys))
         async with aclosing(client.watch()) as messages:
             assert (await anext(messages)).snapshot == pb.NodeChanges.BEGIN
         await client.close()
@@ -106,7 +107,7 @@ async def test_a_reader_needs_a_token_under_the_shards_key(tmp_path: Path) -> No
 
 async def test_readers_are_bounded_and_end_with_the_server(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
-        client = FeedClient(served.address, SHARD_FEED, None)
+        client = FeedClient(served.address, SHARD_FEED)
         watches = [client.watch() for _ in range(MAX_WATCHERS)]
         for messages in watches:
             await anext(messages)

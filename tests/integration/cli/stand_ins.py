@@ -34,6 +34,8 @@ def stand_in(
         # So long that the platform's own bound on it is what a test sees.
         pod["terminationGracePeriodSeconds"] = 3600
         [container] = pod["containers"]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            container[probe]["httpGet"]["scheme"] = "HTTP"  # as stand-ins serve it
         component = container["name"]
         container["command"] = [
             *("python", str(Path(__file__).resolve())),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from ragcache_cli.clients import gateway_client
 from ragcache_cli.main import app
 from ragcache_core.documents.formats import DocumentFormat
 from ragcache_gateway.documents.incoming import IncomingDocument
@@ -60,6 +61,7 @@ class FakeGateway(ThreadingHTTPServer):
         self.busy = 0  # answer this many requests with 503 first
         self.busy_documents = 0  # fail this many documents of batches for the moment
         self.fails_midway = False
+        self.later: dict[str, list[dict[str, Any]]] = {}  # answers about operations, by id
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         # A command that aborts closes its connections, which is not an error of this server.
@@ -79,7 +81,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name = self.path.removeprefix("/v1/collections/")
-        if name in self.server.collections:
+        operation = self.path.removeprefix("/v1/operations/")
+        if operation in self.server.later:
+            answer, *following = self.server.later[operation]
+            self.server.later[operation] = following or [answer]
+            if not answer:
+                self._refuse(503, "the gateway has just started")
+            else:
+                self._reply(200, answer)
+        elif name in self.server.collections:
             self._reply(200, {"name": name})
         else:
             self._refuse(404, f"collection {name!r} does not exist; create it")
@@ -120,6 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
         if b"forbidden" in item.content:
             message = "text: says what it must not; write something else"
             return {"state": "failed", "error": {"message": message, "type": "x"}}
+        if item.fields.id in self.server.later:
+            assert self.headers["Prefer"] == "respond-async"
+            return {"state": "submitted", "operation": item.fields.id, "warnings": ["page 2"]}
         key = (item.fields.collection, item.fields.id)
         changed = self.server.documents.get(key) != item
         self.server.documents[key] = item
@@ -267,6 +280,35 @@ def test_ingest_can_print_json(gateway: FakeGateway, handbook: Path) -> None:
     assert by_id["refused.md"]["state"] == "failed"
     assert "refused.md: text: says" in by_id["refused.md"]["error"]
     assert by_id[f"{handbook}/logo.png"] == {"state": "skipped", "reason": "other_kind"}
+
+
+def test_ingest_follows_documents_that_are_written_later(
+    gateway: FakeGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_client, "_POLL_S", 0.0)
+    pending: dict[str, Any] = {"state": "pending"}
+    failed = {"state": "failed", "error": {"message": "text: is long; divide it"}}
+    gateway.later = {
+        "a.md": [pending, {}, pending, {"state": "done", "changed": True, "chunks": 700}],
+        "b.md": [pending, failed],
+        "c.md": [{"state": "cancelled"}],
+    }
+    for name in (*gateway.later, "d.md"):
+        (tmp_path / name).write_text("text")
+    result = ragcache("ingest", tmp_path, "--output", "json")
+    assert result.exit_code == 1
+    *lines, counts = [json.loads(line) for line in result.stdout.splitlines()]
+    by_id = {line.pop("id"): line for line in lines}
+    assert by_id["a.md"] == {
+        "state": "done",
+        "changed": True,
+        "chunks": 700,
+        "warnings": ["page 2"],
+    }
+    assert by_id["b.md"]["error"].endswith("b.md: text: is long; divide it")
+    assert by_id["c.md"]["error"].endswith("ingest it again")
+    assert by_id["d.md"]["state"] == "done"
+    assert (counts["written"], counts["failed"], counts["chunks"]) == (2, 2, 702)
 
 
 def test_strict_ingest_fails_if_anything_was_left_out(gateway: FakeGateway, handbook: Path) -> None:

@@ -160,6 +160,7 @@ async def test_a_backup_is_written_and_restored(platform: World, tmp_path: Path)
     assert written.exit_code == 0, written.output
     assert written.stdout == f"wrote {file} ({file.stat().st_size:,} bytes)\n"
     assert names_in(tmp_path) == [file.name]
+    assert file.stat().st_mode & 0o077 == 0, "others of the machine may not read the texts"
     twice = await ragcache("backup", file)
     assert twice.exit_code == 2
     assert f"FILE: {file} exists" in twice.stderr

@@ -309,7 +309,7 @@ def part(tmp_path: Path, habit: str = "") -> LocalComponent:
     """A part whose probes lose patience soon."""
     address = Address("127.0.0.1", free_port())
     script = Path(inspect.getfile(stand_ins))
-    check = Check(address, "/", period_s=0.05, timeout_s=1.5, failures=2)
+    check = Check(f"http://{address}/", period_s=0.05, timeout_s=1.5, failures=2)
     return LocalComponent(
         name="part",
         kind="part",

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ragcache_cli.sources.documents import LARGEST_BYTES
-from ragcache_cli.sources.gate import SourceGate
 from ragcache_cli.sources.git import read_git
 from ragcache_cli.sources.read import Surroundings, origin_of, prefix_of, read_source
 from ragcache_cli.sources.reading import Deadline, Fetching, Scratch, SourceContents
@@ -26,6 +25,7 @@ from ragcache_operator.spec.collection import (
     hosts_variable,
     token_variable,
 )
+from ragcache_wire.address_gate import AddressGate
 from tests.kit.sources import Page, Repository, Web, serving_web, tar_gz
 
 MIB = 1 << 20
@@ -50,7 +50,7 @@ def here(tmp_path: Path) -> Surroundings:
 
 
 def fetching(here: Surroundings, deadline: Deadline) -> Fetching:
-    return Fetching(SourceGate(here.rules), here.scratch, deadline)
+    return Fetching(AddressGate(here.rules), here.scratch, deadline)
 
 
 def token_of(web: Web, index: int, token: str) -> dict[str, str]:

@@ -174,7 +174,7 @@ async def test_blocks_that_others_cannot_find_are_not_told(fed: Fed) -> None:
 
 async def test_no_token_ids_are_in_the_feed(fed: Fed) -> None:
     prompt = make_prompt(30, shared=30)
-    client = FeedClient(fed.records, ENGINE_FEED, None)
+    client = FeedClient(fed.records, ENGINE_FEED)
     raw = b""
     async with aclosing(client.watch()) as messages:
         while (await anext(messages)).snapshot != pb.NodeChanges.END:

@@ -31,7 +31,7 @@ class Following:
 
     def __init__(self, address: str, reader: str) -> None:
         self.loads: list[tuple[EngineLoad, AcceptedNumbers]] = []
-        self._client = FeedClient(address, ENGINE_FEED, None, reader)
+        self._client = FeedClient(address, ENGINE_FEED, reader=reader)
 
     async def run(self) -> None:
         async with aclosing(self._client.watch()) as messages:

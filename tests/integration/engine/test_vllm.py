@@ -42,6 +42,7 @@ from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.clients.engine_client import EngineClient
+from ragcache_wire.peers.credentials import Credentials
 from ragcache_wire.v1 import engine_pb2
 from ragcache_wire.watched.members import FixedMembers
 from ragcache_wire.watched.signing_keys import SigningKeys
@@ -122,7 +123,7 @@ class Platform:
         return complete(self.engine.url, prompt.token_ids, max_tokens=max_tokens, cache_salt=salt)
 
     def record(self, request: str) -> engine_pb2.RequestRecord:
-        return record_of(self.engine, request, self.signing_keys)
+        return record_of(self.engine, request, Credentials(self.signing_keys))
 
     @property
     def signing_keys(self) -> SigningKeys | None:
@@ -244,7 +245,7 @@ def test_an_engine_connects_before_it_measures_and_serves(platform: Platform) ->
 async def test_the_prefill_profile_is_measured_once_and_served(platform: Platform) -> None:
     """The first engine measured it. The second one read the file, which the fixture changed."""
     assert platform.engine.records is not None
-    client = EngineClient(platform.engine.records, platform.signing_keys)
+    client = EngineClient(platform.engine.records, Credentials(platform.signing_keys))
     costs = await client.costs()
     await client.close()
     found, saved = costs.prefill, PrefillProfile.from_json(json.loads(platform.profile.read_text()))

@@ -64,6 +64,7 @@ async def test_each_document_of_a_form_has_events(gateway: World) -> None:
         "written": 4,
         "unchanged": 0,
         "failed": 2,
+        "submitted": 0,
         "chunks": 4,
     }
     stored = gateway.retriever.documents

@@ -32,6 +32,7 @@ from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.clients.feed_client import SHARD_FEED
 from ragcache_wire.feeds.feed_cursor import BATCH_CHANGES
+from ragcache_wire.peers.credentials import Credentials
 from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.connection import CuttableConnection
 from tests.kit.gateway import CONFIG, WAIT_S, following, tiers_of
@@ -61,7 +62,7 @@ class Sources:
         """Serve a new engine's feed at the address of the one before."""
         self.feed = feed or EngineFeed()
         self.server = serve_records(
-            RequestRecords(), ReuseCosts(), self.records, self.feed, self.keys
+            RequestRecords(), ReuseCosts(), self.records, self.feed, Credentials(self.keys)
         )
         self.engines = {HTTP: self.records}
 
@@ -117,7 +118,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheStore]:
 async def sources(tmp_path: Path, store: CacheStore) -> AsyncIterator[Sources]:
     (tmp_path / "keys").write_text("a1" * 32)
     keys = SigningKeys(tmp_path / "keys")
-    client = StoreClient(store.address, keys=SigningKeys(store.service.log.parent / "keys"))
+    client = StoreClient(
+        store.address, credentials=Credentials(SigningKeys(store.service.log.parent / "keys"))
+    )
     client.delete(Deletion(id=os.urandom(16), domain="public"))
     async with AsyncExitStack() as stack:
         sources = Sources(tmp_path, keys, store, client, f"127.0.0.1:{free_port()}", stack)
@@ -277,7 +280,7 @@ async def test_keys_are_rotated_while_a_view_follows(sources: Sources) -> None:
     await until(lambda: residency(view).get(engine_source(HTTP)) == {key(1): "device"})
     # The shard has the old key only, and a call that goes on is not ended.
     assert shard_source(shard) in view.sources
-    async with following(shard, SHARD_FEED, sources.keys) as refused:
+    async with following(shard, SHARD_FEED, Credentials(sources.keys)) as refused:
         await until(lambda: refused.follower.state == "refused")
 
 

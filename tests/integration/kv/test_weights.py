@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -132,11 +133,30 @@ def test_a_folder_of_unknown_files_has_no_size(
     assert f"size of weights is unknown source={tmp_path}" in caplog.text
 
 
+COMMIT = "7" * 40
+
+
 class _Hub(http.server.SimpleHTTPRequestHandler):
-    """Serves files under the paths of the hub."""
+    """Serves the files of one model under the paths of the hub, on its branch and at a commit."""
 
     def translate_path(self, path: str) -> str:
-        return super().translate_path(path.replace("/resolve/main", ""))
+        return super().translate_path(re.sub(f"/resolve/(main|{COMMIT})", "", path))
+
+    def do_GET(self) -> None:
+        model, mark, commit = self.path.partition("?")[0].partition("/tree/")
+        if not mark or commit != COMMIT:
+            super().do_GET()
+            return
+        files = Path(self.translate_path(model.removeprefix("/api/models"))).iterdir()
+        tree = [
+            {"type": "file", "path": one.name, "size": one.stat().st_size, "oid": "1" * 40}
+            for one in files
+        ]
+        body = json.dumps(tree).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def send_error(self, code: int, *_: object) -> None:
         self.send_response(code)
@@ -146,7 +166,7 @@ class _Hub(http.server.SimpleHTTPRequestHandler):
 
     def end_headers(self) -> None:
         self.send_header("ETag", '"1"')
-        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("X-Repo-Commit", COMMIT)
         super().end_headers()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  as its base
@@ -179,3 +199,28 @@ def test_a_model_of_the_hub_is_measured_without_its_weights(hub: str, tmp_path: 
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[120, 216, None]"
+
+
+def test_a_commit_pins_what_is_read_of_the_hub(hub: str, model: Path, tmp_path: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")
+    (model / "config.json").write_text("{}")
+    code = (
+        "from ragcache_kv.model.folder import find_tokenizer\n"
+        "from ragcache_kv.model.weights import read_weights_bytes as read\n"
+        f"pinned = 'org/model@{COMMIT}'\n"
+        f"other = 'org/model@{'8' * 40}'\n"
+        "print([read(pinned, 'auto'), read(other, 'auto')])\n"
+        "print(find_tokenizer(pinned))\n"
+        "find_tokenizer(other)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hf")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    sizes, folder = done.stdout.splitlines()
+    assert sizes == "[120, None]"
+    assert folder.endswith(f"/snapshots/{COMMIT}")
+    assert "InvalidInput: model.source: 'org/model'" in done.stderr

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
+from typing_extensions import override
 
 from bench.operator import OPERATOR, AuditLog
 from harness.cluster.control_plane import ControlPlane, start_control_plane
@@ -102,11 +104,29 @@ class Operator:
         await until(is_seen, "a change is seen")
 
 
+class OneGateway(httpx.AsyncHTTPTransport):
+    """Connects to one gateway under each name of a Service, because nothing resolves them here."""
+
+    def __init__(self, base_url: str) -> None:
+        super().__init__()
+        self._url = httpx.URL(base_url)
+
+    @override
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        request.url = request.url.copy_with(host=self._url.host, port=self._url.port)
+        request.headers["Host"] = f"{self._url.host}:{self._url.port}"
+        return await super().handle_async_request(request)
+
+
 @asynccontextmanager
-async def operator(plane: ControlPlane) -> AsyncIterator[Operator]:
-    """Start a new operator, and stop it after the block."""
+async def operator(plane: ControlPlane, gateway: str = "") -> AsyncIterator[Operator]:
+    """Start a new operator, and stop it after the block.
+
+    Args:
+        gateway: Base URL of the gateway that it asks. Empty: it reaches none.
+    """
     assert plane.audit_log is not None
-    gateways = GatewayClient()
+    gateways = GatewayClient(OneGateway(gateway) if gateway else None)
     async with (
         await Api.connect(plane.kubeconfig) as admin,
         await Api.connect(plane.kubeconfig_for(OPERATOR)) as api,

@@ -153,7 +153,8 @@ def test_install_upgrade_and_uninstall_keep_the_kinds(cluster: ChartCluster) -> 
     cluster.wait_for_kinds()
     cluster.ask(lambda api: api.create(RAG_CACHES, cache("docs", "default", **RAG_CACHE)))
 
-    second = cluster.install({"replicas": 1, "watch": {"namespaces": ["team"]}}, dry_run=True)
+    team = {"namespaces": ["team"], "allNamespaces": False}
+    second = cluster.install({"replicas": 1, "watch": team}, dry_run=True)
     assert (second.was_there, second.revision) == (True, 2)
     deployment = cluster.get(DEPLOYMENTS, RELEASE)
     assert deployment is not None

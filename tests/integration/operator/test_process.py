@@ -202,7 +202,7 @@ def test_a_deletion_removes_the_children_and_follows_the_data_policy(
     server.apply(cache(name, dataPolicy=policy))
     wait_until(lambda: len(server.names("persistentvolumeclaims", name)) == 2, "claims")
     keys = server.names("secrets", name)
-    assert len(keys) == 2, "the key that signs plans, and the first API key"
+    assert len(keys) == 4, "those of plans, API keys, TLS and stored KV"
     server.kubectl("delete", "ragcache", name, "--wait=false")
     # No kubelet ends the pods in this test.
     labels = f"--selector=app.kubernetes.io/instance={name}"

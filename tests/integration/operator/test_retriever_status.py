@@ -1,27 +1,29 @@
-"""What the pods of a retriever say over gRPC is in the status of the RagCache.
+"""What a gateway says of the retriever is in the status of the RagCache.
 
-Nothing runs pods here. So each test runs retrievers, and writes pods that have their addresses.
+Nothing runs pods here. So the test runs a gateway with a real retriever, and writes the pods.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from harness.cluster.control_plane import ControlPlane
-from harness.processes import free_port
 from ragcache_operator.kube.resources import PODS, RAG_CACHES, STATEFUL_SETS, Object
 from ragcache_operator.reconcile.state import ReconcileState
 from ragcache_operator.reconcile.status_reporter import RETRIEVER_POLL_S, USAGE_POLL_S
+from ragcache_retriever.service import RetrieverService
 from ragcache_wire.v1 import retriever_pb2 as pb
 from tests.integration.operator.operator_pass import (
     NAMESPACE,
     Operator,
     operator,
 )
+from tests.kit.gateway import CONFIG, FakeRetriever, World
 from tests.kit.retriever import (
     HeldEmbedder,
     make_knowledge_base,
@@ -137,14 +139,21 @@ async def test_the_progress_of_a_remake_is_in_the_status_until_its_end(
             await client.upsert_document(pb.Document(collection="faq", id=f"d{number}", text=text))
     embedder = HeldEmbedder(identity="other", num_free=4)
     knowledge_base = make_knowledge_base(tmp_path, tokenizer, embedder=embedder)
-    address = f"127.0.0.1:{free_port()}"
-    async with serving(knowledge_base, address=address) as client, operator(plane) as it:
+    service = RetrieverService(knowledge_base)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(knowledge_base.close)
+        gateway = await World(CONFIG, retriever=cast("FakeRetriever", service)).start(
+            stack, tiny_model
+        )
+        await knowledge_base.load()
+        it = await stack.enter_async_context(operator(plane, gateway.base_url))
 
         async def four_are_done() -> bool:
-            return (await client.get_collection("faq")).remake.documents_done >= 4
+            faq = (await gateway.client.get("/v1/collections/faq")).json()
+            return ((faq.get("remake") or {}).get("documents_done") or 0) >= 4
 
         await until(four_are_done)
-        retrievers = Retrievers(it, "one", {"one-retriever-0": address})
+        retrievers = Retrievers(it, "one", {"one-retriever-0": "127.0.0.1:1"})
         await retrievers.start()
         found = await retrievers.status()
         assert found["remakeProgress"] == "4 of 6"
@@ -158,24 +167,3 @@ async def test_the_progress_of_a_remake_is_in_the_status_until_its_end(
         found = await retrievers.status()
         assert {"remakes", "remakeProgress"}.isdisjoint(found)
         assert it.wait_s == USAGE_POLL_S
-
-
-async def test_a_pod_that_only_has_the_labels_is_not_asked(
-    plane: ControlPlane, tmp_path: Path, tiny_model: Path
-) -> None:
-    knowledge_base = make_knowledge_base(tmp_path, tokenizer_of(tiny_model))
-    address = f"127.0.0.1:{free_port()}"
-    silent = f"127.0.0.1:{free_port()}"
-    async with serving(knowledge_base, address=address), operator(plane) as it:
-        retrievers = Retrievers(it, "own", {"own-retriever-0": silent})
-        await retrievers.start()
-        owner = await it.admin.get(STATEFUL_SETS, "own-retriever", NAMESPACE)
-        assert owner is not None
-        stranger = _pod("stranger", owner, address)
-        del stranger["metadata"]["ownerReferences"]
-        await it.admin.create(PODS, stranger)
-        await retrievers.put_running("stranger", is_running=True)
-        await retrievers.status()
-        # Its answer would settle the state.
-        assert it.wait_s is not None
-        assert it.wait_s <= RETRIEVER_POLL_S

@@ -28,7 +28,7 @@ async def test_a_key_is_created_once_and_a_second_pass_writes_nothing(plane: Con
         await first.make("once")
         calls = await first.reconcile("once")
         assert calls[0] == "create secrets 201", "before the workloads that mount it"
-        assert sum("secrets" in call for call in calls) == 2, "and that of API keys"
+        assert sum("secrets" in call for call in calls) == 4, "and those of API keys, TLS and KV"
         [secret] = await first.secrets("once")
         [key] = keys_of(secret)
         assert len(key) == KEY_BYTES

@@ -31,6 +31,13 @@ from ragcache_core.retrieval.lexical.terms import is_identifier, terms_of
 from ragcache_core.retrieval.metadata import MetadataValue, instant_of
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
 from ragcache_retriever.store.document_store import DocumentStore
+from ragcache_retriever.store.operations import (
+    KEPT_MS,
+    OperationState,
+    OperationTarget,
+    pack,
+    unpack,
+)
 from ragcache_retriever.store.outbox import CLAIM_MS
 from ragcache_retriever.store.records import DocumentChange, OutboxDelete
 from ragcache_retriever.store.usage import CountedUse, UsageSender, UsageWanted
@@ -615,6 +622,91 @@ def fill_filtered(store: DocumentStore) -> None:
     add_collection(store, "c")
     for document_id, title, metadata in FILTERED:
         put(store, document_id, ["text"], title=title, metadata=metadata)
+
+
+def target_of(name: str, owner: str = "red", asker: str = "key") -> OperationTarget:
+    return OperationTarget(owner, asker, "c", name, f"hash of {name}")
+
+
+class OperationContract:
+    """What the operations of every document store have to do."""
+
+    def test_an_operation_is_claimed_once_and_ended_once(self, store: DocumentStore) -> None:
+        table, document = store.operations, a_document("a", "text")
+        with store.database.transaction():
+            added = table.put(target_of("a"), pack(document), NOW_MS)
+            (row,) = table.first(NOW_MS).values()
+            claimed = table.claim(row, "key", NOW_MS, NOW_MS + 10)
+            assert claimed is not None
+            assert (claimed.collection, unpack(claimed.packed)) == ("c", document)
+            assert table.claim(row, "key", NOW_MS + 9, NOW_MS + 20) is None
+            assert not table.first(NOW_MS + 9)
+            assert table.first(NOW_MS + 10) == {"key": row}
+            assert table.renew(row, NOW_MS + 99)
+            assert not table.first(NOW_MS + 98)
+            table.release_all()
+            assert table.first(NOW_MS) == {"key": row}
+            told = {"changed": True, "chunks": 3}
+            assert table.finish(row, OperationState.DONE, told, NOW_MS + 1)
+            assert not table.finish(row, OperationState.FAILED, {}, NOW_MS + 2)
+            assert not table.renew(row, NOW_MS + 99)
+            assert not table.first(NOW_MS + 99)
+            store.database.commit()
+        found = table.find(added.id, "red")
+        assert found == replace(
+            added, state=OperationState.DONE, result=told, updated_unix_ms=NOW_MS + 1
+        )
+        assert table.find(added.id, "blue") is None
+
+    def test_the_first_operation_of_each_key_is_found(self, store: DocumentStore) -> None:
+        table = store.operations
+        with store.database.transaction():
+            for name, asker in (("a", "x"), ("b", "x"), ("c", "y"), ("d", "x")):
+                table.put(target_of(name, asker=asker), b"text", NOW_MS)
+            first = table.first(NOW_MS)
+            assert set(first) == {"x", "y"}
+            assert table.claim(first["x"], "x", NOW_MS, NOW_MS + 10) is not None
+            assert table.first(NOW_MS)["x"] == first["x"] + 1
+
+    def test_pending_documents_count_for_their_owner(self, store: DocumentStore) -> None:
+        table = store.operations
+        with store.database.transaction():
+            for name, owner, size in (("a", "red", 10), ("b", "red", 5), ("c", "", 1)):
+                table.put(target_of(name, owner), b"x" * size, NOW_MS)
+            assert table.pending_bytes() == {"red": 15, "": 1}
+            assert table.cancel("c", "a", NOW_MS)
+            assert not table.cancel("c", "a", NOW_MS)
+            assert table.pending_bytes() == {"red": 5, "": 1}
+            assert table.cancel("c", None, NOW_MS)
+            assert table.pending_bytes() == {}
+
+    def test_another_operation_of_a_document_cancels_the_first(self, store: DocumentStore) -> None:
+        table = store.operations
+        with store.database.transaction():
+            old = table.put(target_of("a"), b"old", NOW_MS)
+            new = table.put(replace(target_of("a"), content_hash="new"), b"new", NOW_MS + 1)
+            assert table.first(NOW_MS + 1).keys() == {"key"}
+            store.database.commit()
+        states = [table.find(one.id, "red") for one in (old, new)]
+        assert [one and one.state for one in states] == ["cancelled", "pending"]
+        with store.database.transaction():
+            again = table.put(target_of("a"), b"old", NOW_MS + 2)
+            store.database.commit()
+        assert (again.id, again.state) == (old.id, "pending")
+        ended = table.find(new.id, "red")
+        assert ended is not None
+        assert ended.state == "cancelled"
+
+    def test_operations_are_forgotten_a_while_after_their_end(self, store: DocumentStore) -> None:
+        table = store.operations
+        with store.database.transaction():
+            old = table.put(target_of("a"), b"x", NOW_MS)
+            table.cancel("c", "a", NOW_MS)
+            pending = table.put(target_of("b"), b"x", NOW_MS)
+            table.put(target_of("c"), b"x", NOW_MS + KEPT_MS + 1)
+            store.database.commit()
+        assert table.find(old.id, "red") is None
+        assert table.find(pending.id, "red") is not None
 
 
 class LexicalContract:

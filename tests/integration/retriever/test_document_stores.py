@@ -15,6 +15,7 @@ from tests.integration.retriever.store_contract import (
     DocumentsContract,
     FiltersContract,
     LexicalContract,
+    OperationContract,
     fill_filtered,
 )
 from tests.kit.stored_documents import add_collection
@@ -59,4 +60,8 @@ class TestFilters(FiltersContract):
 
 
 class TestLexical(LexicalContract):
+    pass
+
+
+class TestOperations(OperationContract):
     pass

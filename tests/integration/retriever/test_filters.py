@@ -17,13 +17,19 @@ from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.retrieval.filters import And, Exists, Filter, In, Not, Or
 from ragcache_retriever.concurrency.threads import NUM_READERS
 from ragcache_retriever.knowledge_base import filter_cache
-from ragcache_retriever.knowledge_base.filter_cache import NUM_THREADS, FilterCache, FilterCancelled
+from ragcache_retriever.knowledge_base.filter_cache import (
+    MOST_OF_ONE,
+    NUM_THREADS,
+    FilterCache,
+    FilterCancelled,
+)
 from ragcache_retriever.ranking.search import Search
 from ragcache_retriever.store.reads import DocumentReads
 from ragcache_retriever.store.records import Document, Rows
 from ragcache_retriever.store.sqlite.database import SqliteDatabase
 from ragcache_retriever.store.sqlite.document_store import SqliteStore, open_sqlite
 from ragcache_retriever.store.sqlite.files.reserve import DiskReserve
+from ragcache_wire.asking import asking
 from tests.kit.clock import ManualClock
 from tests.kit.retriever import make_knowledge_base, tokenizer_of
 from tests.kit.stored_documents import add_collection, put
@@ -49,6 +55,7 @@ class HeldReads(DocumentReads):
     def __init__(self, database: SqliteDatabase) -> None:
         super().__init__(database)
         self.num_evaluations = 0
+        self.order: list[Filter] = []
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
@@ -56,6 +63,7 @@ class HeldReads(DocumentReads):
         self, generation: int, wanted: Filter, cancelled: Callable[[], bool] | None = None
     ) -> Rows:
         self.num_evaluations += 1
+        self.order.append(wanted)
         while not self.may_go_on.wait(0.001):
             if cancelled is not None and cancelled():
                 raise Unavailable("retriever", "documents cannot be read: interrupted")
@@ -212,8 +220,8 @@ def test_closing_ends_evaluations_that_run_and_that_wait(
 ) -> None:
     cache = FilterCache(store, changes)  # type: ignore[arg-type]
     store.reads.may_go_on.clear()
-    waiting = [cache.request(generation, Exists(f"field {i}")) for i in range(NUM_THREADS + 1)]
-    wait_until(lambda: store.reads.num_evaluations == NUM_THREADS)
+    waiting = [cache.request(generation, Exists(f"field {i}")) for i in range(MOST_OF_ONE + 1)]
+    wait_until(lambda: store.reads.num_evaluations == MOST_OF_ONE)
     changes.of[generation] += 1
     waiting.append(cache.request(generation, Exists("field 0")))
     cache.close()
@@ -319,3 +327,58 @@ async def test_slow_filters_leave_threads_to_other_searches(
     gc.collect()
     await asyncio.sleep(0.1)
     assert logged == []
+
+
+def request_as(cache: FilterCache, generation: int, name: str, values: list[str]) -> list[Filter]:
+    """Request filters as work of a key, each with a text of its own."""
+    wanted: list[Filter] = [In(name, (value,)) for value in values]
+    with asking(name):
+        for one in wanted:
+            cache.request(generation, one)
+    return wanted
+
+
+def test_many_filters_of_one_key_leave_a_thread_to_others(
+    cache: FilterCache, store: HeldStore, generation: int
+) -> None:
+    store.reads.may_go_on.clear()
+    red = request_as(cache, generation, "red", [str(i) for i in range(20)])
+    wait_until(lambda: len(store.reads.order) == MOST_OF_ONE)
+    blue = request_as(cache, generation, "blue", ["0"])
+    # It begins though nothing of the first key has ended.
+    wait_until(lambda: len(store.reads.order) == NUM_THREADS)
+    assert store.reads.order == [*red[:MOST_OF_ONE], *blue]
+    store.reads.may_go_on.set()
+    wait_until(lambda: len(store.reads.order) == 21)
+
+
+def test_keys_take_turns_where_all_threads_are_busy(
+    cache: FilterCache, store: HeldStore, generation: int
+) -> None:
+    store.reads.may_go_on.clear()
+    request_as(cache, generation, "red", [str(i) for i in range(20)])
+    request_as(cache, generation, "green", [str(i) for i in range(20)])
+    wait_until(lambda: len(store.reads.order) == NUM_THREADS)
+    blue = request_as(cache, generation, "blue", ["0", "1"])
+    store.reads.may_go_on.set()
+    wait_until(lambda: len(store.reads.order) == 42)
+    # One of each key that waits goes before, and what other threads begin at the same time.
+    first, second = (store.reads.order.index(one) for one in blue)
+    assert first < NUM_THREADS + 2 + NUM_THREADS
+    assert second - first <= 2 + NUM_THREADS
+
+
+def test_a_key_does_not_wait_for_another_key_that_wants_the_same_filter(
+    cache: FilterCache, store: HeldStore, generation: int
+) -> None:
+    store.reads.may_go_on.clear()
+    red = request_as(cache, generation, "red", [str(i) for i in range(20)])
+    wait_until(lambda: len(store.reads.order) == MOST_OF_ONE)
+    with asking("blue"):
+        rows = cache.request(generation, red[-1])
+    wait_until(lambda: len(store.reads.order) == NUM_THREADS)
+    assert store.reads.order[-1] == red[-1]
+    store.reads.may_go_on.set()
+    assert not len(rows.result(60))
+    wait_until(lambda: len(store.reads.order) == 20)
+    assert store.reads.order.count(red[-1]) == 1

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -21,6 +22,7 @@ from ragcache_retriever.embedding.embedder import Vectors
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
 from ragcache_retriever.knowledge_base.filter_cache import FilterCache
 from ragcache_retriever.ranking.search import Hit, Search, SearchedChunks, SearchStage
+from ragcache_retriever.store.database import Deadlocked
 from ragcache_retriever.store.records import Document
 from ragcache_retriever.store.sqlite.document_store import open_sqlite
 from ragcache_retriever.store.sqlite.files.damage import MARKER_NAME
@@ -118,6 +120,26 @@ async def test_searches_go_on_while_a_commit_waits_for_the_disk(
     disk.set()
     await write
     assert await found(knowledge_base, "apple") == ["Pear."]
+
+
+async def test_a_deletion_is_repeated_after_a_deadlock(
+    knowledge_base: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await knowledge_base.ingestion.upsert("default", a_document("d", "Apple."))
+    documents = knowledge_base.collections.store.documents
+    remove, num_calls = documents.remove_of_collection, 0
+
+    def deadlocked_once(*given: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise Deadlocked("PostgreSQL", "deadlock detected")
+        return remove(*given)
+
+    monkeypatch.setattr(documents, "remove_of_collection", deadlocked_once)
+    removal = await knowledge_base.collections.delete("default")
+    assert removal.num_documents == 1
+    assert num_calls == 2
 
 
 async def test_a_search_ends_when_nobody_reads_it(

@@ -235,6 +235,8 @@ FOLDERS: Final = (
 NO_FIELDS: Final = {
     "spec.reuse.maxRecompute": "a name of an earlier release, in docs/upgrade.md",
     "networkPolicy.metricsFrom": "a value of the chart, in docs/install.md",
+    "tls.crt": "a file of a certificate",
+    "tls.key": "a file of a certificate",
 }
 """What looks like a field of a RagCache, and what it is."""
 

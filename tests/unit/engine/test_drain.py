@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from ragcache_engine.drain import count_unfinished, drain, fetch_metrics
+from tests.kit.certificates import issue, write
 from tests.kit.clock import ManualClock
 
 METRICS = """\
@@ -81,7 +84,7 @@ def test_it_waits_for_a_server_that_is_too_busy_to_answer() -> None:
 
 
 @contextmanager
-def serving(polls: list[str]) -> Iterator[str]:
+def serving(polls: list[str], certificate: Path | None = None) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = (polls.pop(0) if len(polls) > 1 else polls[0]).encode()
@@ -94,13 +97,24 @@ def serving(polls: list[str]) -> Iterator[str]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate / "tls.crt", certificate / "tls.key")
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}/metrics"
+            yield f"http{'s' * (certificate is not None)}://127.0.0.1:{server.server_port}/metrics"
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_an_encrypted_server_is_asked_too(tmp_path: Path) -> None:
+    with serving([metrics(2)], write(tmp_path / "tls", issue())) as url:
+        text = fetch_metrics(url)
+    assert text is not None
+    assert count_unfinished(text) == 2
 
 
 def command(url: str, *more: str) -> list[str]:

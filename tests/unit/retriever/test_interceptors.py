@@ -12,10 +12,12 @@ import pytest
 from ragcache_core.errors import InvalidInput, NotFound, Overloaded, Unavailable
 from ragcache_retriever.interceptors import LimitInterceptor, MetricsInterceptor
 from ragcache_retriever.metrics import Metrics
+from ragcache_wire.asking import asking
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
+from tests.kit.wait import until
 
 WAIT_S = 20.0
 DOCUMENT = pb.Document(collection="c", id="a", text="four")
@@ -223,3 +225,38 @@ async def test_only_documents_that_changed_count_as_ingested() -> None:
         assert server.value("ingested_chunks_total") == 3
         assert server.value("ingested_size_bytes_total") == len(DOCUMENT.text)
         assert server.value("upsert_duration_seconds_count") == 1
+
+
+async def searched(server: Server) -> list[pb.SearchStage]:
+    return [stage async for stage in server.client.search("c", "q", 1)]
+
+
+async def test_a_key_leaves_searches_to_another_one() -> None:
+    async with serving(max_searches=16) as server:
+        server.service.released.clear()
+        with asking("red"):
+            sent = [asyncio.create_task(searched(server)) for _ in range(20)]
+        await until(lambda: server.service.num_waiting + sum(one.done() for one in sent) == 20)
+        assert server.service.num_waiting == 14
+        with asking("blue"):
+            other = asyncio.create_task(searched(server))
+        await until(lambda: server.service.num_waiting == 15)
+        server.service.released.set()
+        await other
+        results = await asyncio.gather(*sent, return_exceptions=True)
+        assert sum(isinstance(one, Overloaded) for one in results) == 6
+
+
+async def test_a_key_takes_no_more_upsert_bytes_than_it_leaves_free() -> None:
+    async with serving(max_upsert_bytes=10 * UPSERT_BYTES) as server:
+        server.service.released.clear()
+        with asking("red"):
+            sent = [asyncio.create_task(server.client.upsert_document(DOCUMENT)) for _ in range(8)]
+        await until(lambda: server.service.num_waiting + sum(one.done() for one in sent) == 8)
+        assert server.service.num_waiting == 5
+        with asking("blue"):
+            other = asyncio.create_task(server.client.upsert_document(DOCUMENT))
+        await until(lambda: server.service.num_waiting == 6)
+        server.service.released.set()
+        await other
+        await asyncio.gather(*sent, return_exceptions=True)

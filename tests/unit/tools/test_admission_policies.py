@@ -71,6 +71,17 @@ def test_objects_of_others_are_closed_to_the_operator() -> None:
     assert refusals("objects", foreign, user="admin") == []
 
 
+def test_claims_and_pods_of_others_are_closed_to_the_operator() -> None:
+    spec = of(render(), KIND, f"{NAME}.objects")["spec"]
+    [rule] = spec["matchConstraints"]["resourceRules"]
+    assert {"persistentvolumeclaims", "pods"} <= set(rule["resources"])
+    [store, *_] = [one for one in workloads_of(build()) if one["kind"] == "StatefulSet"]
+    [claim, *_] = store["spec"]["volumeClaimTemplates"]
+    pod = store["spec"]["template"]
+    for own, resource in ((claim, "persistentvolumeclaims"), (pod, "pods")):
+        assert refusals("objects", None, old=own, resource=resource) == []
+
+
 def test_the_operator_makes_no_token_of_a_service_account() -> None:
     [own, *_] = build()
     labels = own["metadata"]
@@ -93,6 +104,9 @@ def security(**changes: Any) -> Callable[[Object], None]:
         lambda pod: pod.update(hostPID=True),
         lambda pod: pod.update(automountServiceAccountToken=True),
         lambda pod: pod["volumes"].append({"name": "x", "hostPath": {"path": "/"}}),
+        lambda pod: pod["volumes"].append(
+            {"name": "x", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}
+        ),
         lambda pod: pod.update(initContainers=[{"name": "x"}]),
         security(privileged=True),
         security(allowPrivilegeEscalation=True),

@@ -17,9 +17,12 @@ import pytest
 import yaml
 from helm_python import Chart, HelmError
 
+from ragcache_core.errors import InvalidInput
+from ragcache_operator.builders.capabilities import Capabilities
+from ragcache_operator.builders.keys import ComponentKeys
 from ragcache_operator.builders.metadata import OPERATOR_POD_LABELS
 from ragcache_operator.builders.placement import ClusterPlacement
-from ragcache_operator.config import OperatorConfig, own_tag
+from ragcache_operator.config import Installation, OperatorConfig, own_tag
 from ragcache_operator.kube import resources
 from ragcache_operator.spec.manifest import parse_manifest
 from ragcache_wire.telemetry.catalogue import gateway
@@ -40,11 +43,13 @@ EVERYTHING: Object = {
         "repository": "mirror/ragcache",
         "tag": "1.2.3",
         "digest": f"sha256:{'0' * 64}",
+        "digests": {"engine": f"sha256:{'1' * 64}", "tools": f"sha256:{'2' * 64}"},
         "pullPolicy": "Always",
     },
     "imagePullSecrets": [{"name": "pull"}],
     "watch": {"namespaces": ["team-a", "team-b"]},
     "sources": {"allowedNetworks": ["10.1.0.0/16", "fd12::/16"]},
+    "issuers": {"allowedNetworks": ["10.2.0.0/16"]},
     "serviceAccount": {"name": "robot", "annotations": {"a": "b"}},
     "lease": {"name": "one"},
     "logLevel": "debug",
@@ -264,11 +269,13 @@ def test_every_setting_is_in_the_environment() -> None:
         "RAGCACHE_NAMESPACES": NAMESPACE,
         "RAGCACHE_IMAGES": "ragcache",
         "RAGCACHE_IMAGE_TAG": own_tag(),
+        "RAGCACHE_IMAGE_DIGESTS": "",
         "RAGCACHE_OPERATOR_NAMESPACE": {"fieldRef": {"fieldPath": "metadata.namespace"}},
         "POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}},
         "RAGCACHE_LEASE": "ragcache-operator",
         "RAGCACHE_ROOT_KEY_SECRET": "ragcache-operator-root-key",
         "RAGCACHE_SOURCE_NETWORKS": "",
+        "RAGCACHE_ISSUER_NETWORKS": "",
         "RAGCACHE_LOG_LEVEL": "info",
     }
     told = env(render(EVERYTHING))
@@ -277,6 +284,7 @@ def test_every_setting_is_in_the_environment() -> None:
     assert told["RAGCACHE_IMAGE_TAG"] == "1.2.3"
     assert told["RAGCACHE_LEASE"] == "one"
     assert told["RAGCACHE_SOURCE_NETWORKS"] == "10.1.0.0/16,fd12::/16"
+    assert told["RAGCACHE_ISSUER_NETWORKS"] == "10.2.0.0/16"
     assert told["HTTPS_PROXY"] == "http://proxy.example:3128"
 
 
@@ -309,6 +317,31 @@ def test_all_images_have_the_same_registry() -> None:
     )
     [container] = pod(render({"image": {"tag": "7"}}))["containers"]
     assert container["image"] == "ragcache/operator:7"
+
+
+def test_a_digest_of_the_chart_pins_the_image_of_a_component() -> None:
+    told = {name: one for name, one in env(render(EVERYTHING)).items() if isinstance(one, str)}
+    config = OperatorConfig.from_environment(told)
+    keys = ComponentKeys(bytes(range(32)))
+    cache = parse_manifest(
+        {
+            "apiVersion": "ragcache.dev/v1alpha1",
+            "kind": "RagCache",
+            "metadata": {"name": "docs"},
+        }
+    )
+    placement = Installation(config, Capabilities.latest(), keys).placement(cache, "uid")
+    images = "registry.example:5000/mirror/ragcache"
+    assert placement.image("engine") == f"{images}/engine@sha256:{'1' * 64}"
+    assert placement.image("tools") == f"{images}/tools@sha256:{'2' * 64}"
+    assert placement.image("gateway") == f"{images}/gateway:1.2.3"
+    assert placement.issuer_networks == ("10.2.0.0/16",)
+
+
+@pytest.mark.parametrize("text", ["engine", "engine=1", "motor=sha256:" + "0" * 64])
+def test_a_digest_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="is no digest of an image"):
+        OperatorConfig.from_environment({"RAGCACHE_IMAGE_DIGESTS": text})
 
 
 def test_no_permission_is_a_wildcard() -> None:
@@ -433,6 +466,8 @@ BAD_VALUES: list[tuple[Object, str]] = [
     ({"image": {"tag": "a b"}}, "at '/image/tag': 'a b' does not match pattern"),
     ({"image": {"registry": "host/path"}}, "at '/image/registry'"),
     ({"image": {"digest": "sha256:1"}}, "at '/image/digest'"),
+    ({"image": {"digests": {"engine": "1.2"}}}, "at '/image/digests/engine'"),
+    ({"image": {"digests": {"motor": ""}}}, "properties 'motor' not allowed"),
     ({"image": {"pullPolicy": "Sometimes"}}, "'Always', 'IfNotPresent', 'Never'"),
     ({"imagePullSecrets": ["pull"]}, "at '/imagePullSecrets/0': got string, want object"),
     ({"watch": {"namespaces": ["Team"]}}, "at '/watch/namespaces/0': 'Team' does not match"),

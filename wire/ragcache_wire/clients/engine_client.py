@@ -8,12 +8,11 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ragcache_wire.channel import OPTIONS
-from ragcache_wire.peers.signed_channel import signed
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
+from ragcache_wire.peers.peer_channel import open_channel
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import engine_pb2 as pb
 from ragcache_wire.v1 import engine_pb2_grpc
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 RECORD_TIMEOUT_S = 1.0
 """The answer is complete without a record, so a caller does not wait long for one."""
@@ -23,11 +22,11 @@ class EngineClient:
     """One channel to the engine at address ("host:port").
 
     Args:
-        keys: The platform's signing keys. None: calls carry no token.
+        credentials: With what the client proves that it belongs to the platform.
     """
 
-    def __init__(self, address: str, keys: SigningKeys | None = None) -> None:
-        self._channel = signed(grpc.aio.insecure_channel(address, options=OPTIONS), keys)
+    def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._channel = open_channel(address, credentials)
         self._stub = engine_pb2_grpc.EngineStub(self._channel)
 
     async def close(self) -> None:
@@ -67,9 +66,11 @@ HEALTH_TIMEOUT_S = 1.0
 class HealthClient:
     """Client of the health service at address ("host:port")."""
 
-    def __init__(self, service: str, address: str) -> None:
+    def __init__(
+        self, service: str, address: str, credentials: Credentials = NO_CREDENTIALS
+    ) -> None:
         self._service = service
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._channel = open_channel(address, credentials)
         self._stub: Any = health_pb2_grpc.HealthStub(self._channel)
 
     async def close(self) -> None:

@@ -8,12 +8,11 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from ragcache_wire.channel import OPTIONS
-from ragcache_wire.peers.signed_channel import signed
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
+from ragcache_wire.peers.peer_channel import open_channel
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.v1 import cachestore_pb2, engine_pb2
 from ragcache_wire.v1 import node_feed_pb2 as pb
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 ENGINE_FEED: Final = f"/{engine_pb2.DESCRIPTOR.services_by_name['Engine'].full_name}/Watch"
 SHARD_FEED: Final = f"/{cachestore_pb2.DESCRIPTOR.services_by_name['CacheStore'].full_name}/Watch"
@@ -28,14 +27,14 @@ class FeedClient:
 
     Args:
         method: ENGINE_FEED or SHARD_FEED.
-        keys: The platform's signing keys. None: calls carry no token.
+        credentials: With what the client proves that it belongs to the platform.
         reader: Name in the numbers of the caller's requests. Empty: it sends the engine none.
     """
 
     def __init__(
-        self, address: str, method: str, keys: SigningKeys | None, reader: str = ""
+        self, address: str, method: str, credentials: Credentials = NO_CREDENTIALS, reader: str = ""
     ) -> None:
-        self._channel = signed(grpc.aio.insecure_channel(address, options=OPTIONS), keys)
+        self._channel = open_channel(address, credentials)
         self._reader = reader
         self._watch: Any = self._channel.unary_stream(
             method,

@@ -11,18 +11,22 @@ import grpc
 import grpc.aio
 
 from ragcache_core.cost.text_rate import TextRate
+from ragcache_wire.asking import asker_metadata
 from ragcache_wire.channel import OPTIONS, with_options
-from ragcache_wire.peers.signed_channel import signed
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
+from ragcache_wire.peers.peer_channel import open_channel
 from ragcache_wire.status import from_rpc_error
 from ragcache_wire.tracing import current_metadata
 from ragcache_wire.v1 import retriever_pb2 as pb
 from ragcache_wire.v1 import retriever_pb2_grpc
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 SERVICE = "retriever"
 QUERY_TIMEOUT_S = 10.0
 UPSERT_TIMEOUT_S = 300.0
 """Embedding a large document takes minutes on a small machine."""
+
+SUBMIT_TIMEOUT_S = 60.0
+"""Time to store a document that is written later."""
 
 EMBED_TIMEOUT_S = 60.0
 """Time to embed or to score a client's texts."""
@@ -33,6 +37,7 @@ COPY_TIMEOUT_S = 3600.0
 _READS: Final = (
     *("Search", "GetCollection", "ListCollections", "GetDocument", "ListDocuments"),
     *("GetSimilarChunks", "ListRemovals", "GetReport", "GetStatus", "Embed", "Rerank"),
+    "GetOperation",
     # A repetition adds nothing.
     *("AddUsage", "ListUsage"),
 )
@@ -75,11 +80,11 @@ class RetrieverClient:
     them could not answer.
 
     Args:
-        keys: The platform's signing keys. None: calls carry no token.
+        credentials: With what the client proves that it belongs to the platform.
     """
 
-    def __init__(self, address: str, keys: SigningKeys | None = None) -> None:
-        self._channel = signed(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), keys)
+    def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._channel = open_channel(address, credentials, CHANNEL_OPTIONS)
         self._stub = retriever_pb2_grpc.RetrieverStub(self._channel)
         self._embed_rate = TextRate(EMBED_TIMEOUT_S)
         self._rerank_rate = TextRate(EMBED_TIMEOUT_S)
@@ -118,7 +123,27 @@ class RetrieverClient:
     async def upsert_document(self, document: pb.Document) -> pb.UpsertDocumentReply:
         """Insert or replace a document. It is searchable and durable when this returns."""
         request = pb.UpsertDocumentRequest(document=document)
-        return await _call(self._stub.UpsertDocument(request, timeout=UPSERT_TIMEOUT_S))
+        metadata = asker_metadata()
+        return await _call(
+            self._stub.UpsertDocument(request, timeout=UPSERT_TIMEOUT_S, metadata=metadata)
+        )
+
+    async def submit_document(self, document: pb.Document, owner: str) -> pb.Operation:
+        """Have a document written later.
+
+        Args:
+            owner: Tenant that may see the operation; empty: callers without a tenant.
+        """
+        request = pb.SubmitDocumentRequest(document=document, owner=owner)
+        call = self._stub.SubmitDocument(
+            request, timeout=SUBMIT_TIMEOUT_S, metadata=asker_metadata()
+        )
+        return await _call(call)
+
+    async def get_operation(self, operation_id: str, owner: str) -> pb.Operation:
+        """Return an operation. Raises NotFound, also for one of another owner."""
+        request = pb.GetOperationRequest(id=operation_id, owner=owner)
+        return await _call(self._stub.GetOperation(request, timeout=QUERY_TIMEOUT_S))
 
     async def delete_document(self, collection: str, document_id: str) -> pb.DeleteDocumentReply:
         """Delete a document. Raises NotFound, but not for a repetition soon after."""
@@ -213,7 +238,7 @@ class RetrieverClient:
 
         The call belongs to the trace of the caller's current span.
         """
-        call = self._stub.Search(request, timeout=QUERY_TIMEOUT_S, metadata=current_metadata())
+        call = self._stub.Search(request, timeout=QUERY_TIMEOUT_S, metadata=_metadata())
         try:
             async for stage in call:
                 yield stage
@@ -250,12 +275,17 @@ class RetrieverClient:
         return reply.documents
 
 
+def _metadata() -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call: its trace, and whose key asks."""
+    return (*(current_metadata() or ()), *asker_metadata())
+
+
 async def _in_time(method: Callable[..., Awaitable[R]], request: Any, rate: TextRate) -> R:
     """Call a method that reads texts. Raises TooLarge if they take longer than the deadline."""
     rate.check(request.texts)
     start_s = time.monotonic()
     try:
-        reply = await method(request, timeout=EMBED_TIMEOUT_S, metadata=current_metadata())
+        reply = await method(request, timeout=EMBED_TIMEOUT_S, metadata=_metadata())
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             rate.observe_end(request.texts)

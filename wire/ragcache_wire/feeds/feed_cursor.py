@@ -88,6 +88,18 @@ def checked_boot(message: pb.NodeChanges) -> bytes:
     return message.boot
 
 
+def checked_mark(message: pb.NodeChanges) -> SnapshotMark:
+    """Return where a message is in a snapshot.
+
+    Raises:
+        InvalidInput: It is at no place that the proto defines.
+    """
+    mark = MARKS.get(message.snapshot)
+    if mark is None:
+        raise InvalidInput("snapshot", f"{message.snapshot} is unknown", "send a value of Snapshot")
+    return mark
+
+
 def _key(field: str, raw: bytes) -> VariantKey:
     try:
         return VariantKey.from_bytes(raw)

@@ -23,7 +23,8 @@ from ragcache_wire.settings.field_types import (
     SigningKeyFile,
     whole_number,
 )
-from ragcache_wire.settings.table import Accepts, ServiceSettings, setting, variable
+from ragcache_wire.settings.part import PartSettings
+from ragcache_wire.settings.table import Accepts, setting, variable
 
 NATIVE: Final = Precision()
 
@@ -52,7 +53,7 @@ _TierBytes = Annotated[
 ]
 
 
-class CacheStoreSettings(ServiceSettings):
+class CacheStoreSettings(PartSettings):
     """What one shard of the cache store reads from its environment."""
 
     service: ClassVar[str] = "cachestore"

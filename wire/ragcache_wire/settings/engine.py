@@ -13,9 +13,11 @@ from ragcache_wire.settings.field_types import (
     Seconds,
     ShardMembers,
     SigningKeyFile,
+    StoreKeyFile,
     TokenCount,
 )
-from ragcache_wire.settings.table import ServiceSettings, setting
+from ragcache_wire.settings.part import PartSettings
+from ragcache_wire.settings.table import setting
 
 RECOMPUTE_SLICE_TOKENS: Final = 256
 """More delays the next tokens of requests that decode meanwhile."""
@@ -25,7 +27,7 @@ LOAD_DEADLINE_S: Final = 5.0
 _MEASURED: Final = "Benchmarks and tests set it; the default is the measured best."
 
 
-class EngineSettings(ServiceSettings):
+class EngineSettings(PartSettings):
     """What the connector reads from the environment of a vLLM server."""
 
     service: ClassVar[str] = "engine"
@@ -41,12 +43,20 @@ class EngineSettings(ServiceSettings):
     """Keys of the platform: the engine acts only on plans that one of them signed, and every caller
     shows a token under one of them. The file is read again when it changes. Without it, the engine
     acts on any plan, and has callers on loopback only."""
+    store_key_file: StoreKeyFile | None = setting(
+        None, internal="The operator mounts the Secret with the key."
+    )
+    """Key that names stored values and proves who has computed them. It is read once. Without it,
+    anyone can tell the name of a known text's KV, and the engine uses any value of the store."""
     otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")
     """Base URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics. Without it,
     none are sent."""
     metrics_listen: Address | None = setting(None, internal="The operator chooses the port.")
     """Address of a port that serves /metrics alone. vLLM's server serves it too."""
 
+    device: Literal["cpu", "cuda"] = setting("cpu", spec="spec.engines[].device")
+    """Where the engine has weights and KV: in host memory, or in a GPU's. It decides how much host
+    memory the engine needs."""
     host_tier_bytes: ByteQuantity = setting(0, spec="spec.engines[].hostTier")
     """Host memory for values, pinned where there is a GPU. 0: none."""
     memory_request_bytes: ByteQuantity | None = setting(

@@ -11,6 +11,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo
 
+from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.store_key import StoreKey
+from ragcache_core.plan.signature import parse_keys
+from ragcache_wire.peers.certificates import Certificates
 from ragcache_wire.settings.table import Accepts, variable
 from ragcache_wire.watched.members import Members, members_from
 from ragcache_wire.watched.signing_keys import SigningKeys
@@ -96,6 +100,35 @@ def _signing_keys(value: SigningKeys | str, info: ValidationInfo) -> SigningKeys
     return SigningKeys(Path(value))
 
 
+def _certificates(value: Certificates | str) -> Certificates:
+    if not isinstance(value, str):
+        return value
+    if not os.path.isabs(value):
+        raise ValueError("not an absolute path")
+    return Certificates(Path(value))
+
+
+def _store_key(value: StoreKey | str, info: ValidationInfo) -> StoreKey:
+    if not isinstance(value, str):
+        return value
+    if not os.path.isabs(value):
+        raise ValueError("not an absolute path")
+    assert info.field_name is not None
+    name = variable(info.field_name)
+    try:
+        content = Path(value).read_bytes()
+    except OSError as error:
+        raise InvalidInput(
+            name, f"names a file that cannot be read: {error}", "name a file with one key"
+        ) from error
+    secret, *others = parse_keys(name, content)
+    if others:
+        raise InvalidInput(
+            name, f"holds {1 + len(others)} keys", "write one: this key cannot be rotated"
+        )
+    return StoreKey.of_secret(secret)
+
+
 def _absolute_path(value: Path | str) -> Path:
     if not os.path.isabs(value):
         raise ValueError("not an absolute path")
@@ -166,8 +199,18 @@ ShardMembers = Annotated[
     PlainValidator(_members),
     Accepts('host:port, several with commas between, or file:PATH of {"members": ["host:port"]}'),
 ]
+StoreKeyFile = Annotated[
+    StoreKey,
+    PlainValidator(_store_key),
+    Accepts("the absolute path of a file with one key (hex or base64, 32 bytes or more)"),
+]
 SigningKeyFile = Annotated[
     SigningKeys,
     PlainValidator(_signing_keys),
     Accepts("the absolute path of a file with one key a line (hex or base64, 32 bytes or more)"),
+]
+CertificateFolder = Annotated[
+    Certificates,
+    PlainValidator(_certificates),
+    Accepts("the absolute path of a folder with tls.crt, tls.key and ca.crt in PEM"),
 ]

@@ -6,11 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal, get_args
+from typing import Annotated, ClassVar, Final, Literal, Self, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter
+from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, model_validator
 
+from ragcache_core.access.networks import Network, parse_networks
+from ragcache_core.access.token_claims import TokenIssuer
+from ragcache_core.errors import InvalidInput
 from ragcache_core.planner.request_plan import EngineRole
 from ragcache_wire.settings.field_types import (
     AbsolutePath,
@@ -31,10 +34,12 @@ from ragcache_wire.settings.field_types import (
     ShardMembers,
     Share,
     SigningKeyFile,
+    StoreKeyFile,
     WholeSeconds,
     whole_number,
 )
-from ragcache_wire.settings.table import Accepts, ServiceSettings, setting
+from ragcache_wire.settings.part import PartSettings
+from ragcache_wire.settings.table import Accepts, setting, variable
 from ragcache_wire.watched.limits import FileLimits, FixedLimits, GatewayLimits, Limits
 
 MIN_MODEL_LEN: Final = 64
@@ -55,7 +60,8 @@ class EngineAddress:
     Attributes:
         records_port: Port of RagCache's gRPC server in the engine. None: it is an engine without
             RagCache, which gets no plans.
-        is_tls: Whether it serves HTTPS. Then the host name is one engine, not each address.
+        is_tls: Whether it serves HTTPS. An engine with RagCache has a certificate of the platform.
+            Of another server, the host name is one engine, and not each address.
         key_file: File with the API key that requests to it carry. None: they carry none.
         served_name: Name of the model there. None: the one that clients request.
         model: Position of the model that it serves in ``GatewaySettings.models``.
@@ -89,8 +95,6 @@ class EngineAddress:
         if parts.path not in ("", "/"):
             raise ValueError("a path")
         is_tls = parts.scheme == "https"
-        if is_tls and records_port is not None:
-            raise ValueError("TLS for an engine with RagCache")
         port = parts.port or (HTTPS_PORT if is_tls else 0)
         if not port or (records_port is not None and not 0 < records_port < 65_536):
             raise ValueError("no port")
@@ -168,13 +172,35 @@ def _models(value: str | Sequence[ModelSettings]) -> tuple[ModelSettings, ...]:
     return _MODELS.validate_json(value) if isinstance(value, str) else tuple(value)
 
 
+_ISSUERS: Final = TypeAdapter(tuple[TokenIssuer, ...])
+
+
+def issuers_text(issuers: Sequence[TokenIssuer]) -> str:
+    """Return issuers of tokens as a setting has them."""
+    return _ISSUERS.dump_json(tuple(issuers)).decode()
+
+
+def _token_issuers(value: str | Sequence[TokenIssuer]) -> tuple[TokenIssuer, ...]:
+    issuers = _ISSUERS.validate_json(value) if isinstance(value, str) else tuple(value)
+    for names in ([one.name for one in issuers], [one.issuer for one in issuers]):
+        if len(set(names)) < len(names):
+            raise ValueError("a name or a URL twice")
+    return issuers
+
+
+def _networks(value: str | Sequence[Network]) -> tuple[Network, ...]:
+    if not isinstance(value, str):
+        return tuple(value)
+    return parse_networks("RAGCACHE_ISSUER_NETWORKS", (one.strip() for one in value.split(",")))
+
+
 def _audit_target(value: str | None) -> str | None:
     if value is not None and value != "stdout" and not os.path.isabs(value):
         raise ValueError("neither stdout nor an absolute path")
     return value
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(PartSettings):
     """What the gateway reads from its environment."""
 
     service: ClassVar[str] = "gateway"
@@ -208,6 +234,11 @@ class GatewaySettings(ServiceSettings):
     """Keys that the gateway signs reuse plans with, and the tokens with which it calls the other
     parts. The first one signs. The file is read again when it changes. Without it, nothing is
     signed."""
+    store_key_file: StoreKeyFile | None = setting(
+        None, internal="The operator mounts the Secret with the key."
+    )
+    """Key that names stored values, as the engines have it. It is read once. Without it, anyone can
+    tell the name of a known text's KV."""
     api_keys_file: AbsolutePath | None = setting(
         None, internal="The operator mounts the Secret with the keys."
     )
@@ -217,6 +248,19 @@ class GatewaySettings(ServiceSettings):
         (), internal="The operator has keys for its self-test and for syncs."
     )
     """Hashes of the keys of the platform's own components, beside those of the file."""
+    oidc: Annotated[
+        tuple[TokenIssuer, ...],
+        PlainValidator(_token_issuers),
+        Accepts("a JSON list of issuers, each with name, issuer, audiences and what claims give"),
+    ] = setting((), internal="The operator writes it from spec.gateway.oidc.")
+    """Issuers of JSON Web Tokens that callers may send in place of an API key. Each has a name and
+    a URL of its own."""
+    issuer_networks: Annotated[
+        tuple[Network, ...],
+        PlainValidator(_networks),
+        Accepts("networks like 10.1.0.0/16, several with commas between"),
+    ] = setting((), internal="Only the administrator of the cluster opens networks.")
+    """Networks that are not public, and that issuers of tokens may have."""
     audit: (
         Annotated[
             str,
@@ -389,3 +433,14 @@ class GatewaySettings(ServiceSettings):
         if self.limits_file is None:
             return FixedLimits(self.limits())
         return FileLimits(self.limits_file, self.limits())
+
+    @model_validator(mode="after")
+    def _check_certificates(self) -> Self:
+        is_encrypted = any(one.is_tls and one.records_port is not None for one in self.engines)
+        if is_encrypted and self.tls_dir is None:
+            raise InvalidInput(
+                variable("tls_dir"),
+                f"is not set, but {variable('engines')} has an https engine with records",
+                "name the folder with the certificate of this gateway",
+            )
+        return self

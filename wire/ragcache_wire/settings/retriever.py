@@ -18,10 +18,10 @@ from ragcache_wire.settings.field_types import (
     LogForm,
     LogLevel,
     OnOff,
-    SigningKeyFile,
     whole_number,
 )
-from ragcache_wire.settings.table import Accepts, ServiceSettings, setting, variable
+from ragcache_wire.settings.part import PartSettings
+from ragcache_wire.settings.table import Accepts, setting, variable
 
 BUNDLED_EMBEDDER: Final = "bundled:all-minilm-l6-v2"
 MAX_EMBEDDER_THREADS: Final = 256
@@ -63,7 +63,7 @@ EmbedderThreads = Annotated[
 ]
 
 
-class RetrieverSettings(ServiceSettings):
+class RetrieverSettings(PartSettings):
     """What the retriever reads from its environment."""
 
     service: ClassVar[str] = "retriever"
@@ -136,11 +136,6 @@ class RetrieverSettings(ServiceSettings):
         None, internal="A Secret that spec.retriever.backend names has it.", repr=False
     )
     """URL of PostgreSQL or Milvus. These backends need it."""
-    signing_key_file: SigningKeyFile | None = setting(
-        None, internal="The operator mounts the Secret with the keys."
-    )
-    """Keys of the platform: every caller shows a token under one of them. The file is read again
-    when it changes. Without it, the retriever has callers on loopback only."""
     otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")
     """Base URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics. Without it,
     none are sent."""

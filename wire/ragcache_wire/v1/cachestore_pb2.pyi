@@ -346,8 +346,11 @@ class PutCompletion(_message.Message):
 
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     COST_S_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
     cost_s: _builtins.float
     """the time that computing the value took; 0: unknown"""
+    tag: _builtins.bytes
+    """16 bytes, for other clients (ragcache_kv.values.tags); or empty"""
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """XXH3-64 of each part"""
@@ -357,10 +360,11 @@ class PutCompletion(_message.Message):
         *,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
         cost_s: _builtins.float = ...,
+        tag: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "cost_s", b"cost_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "cost_s", b"cost_s", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -481,12 +485,15 @@ class GetHeader(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """into GetRequest.keys"""
     miss: Global___Miss.ValueType
     """if set, there is no value, and the other fields are empty"""
     tier: _builtins.str
     """"memory" or "disk" """
+    tag: _builtins.bytes
+    """as in PutCompletion"""
     @_builtins.property
     def info(self) -> Global___VariantInfo: ...
     @_builtins.property
@@ -502,10 +509,11 @@ class GetHeader(_message.Message):
         parts: _abc.Iterable[Global___ValuePart] | None = ...,
         shape: Global___ValueShape | None = ...,
         tier: _builtins.str = ...,
+        tag: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "info", b"info", "miss", b"miss", "parts", b"parts", "shape", b"shape", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "info", b"info", "miss", b"miss", "parts", b"parts", "shape", b"shape", "tag", b"tag", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

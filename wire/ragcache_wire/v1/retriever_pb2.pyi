@@ -55,6 +55,29 @@ CONTENT_TYPE_TEXT: ContentType.ValueType  # 1
 CONTENT_TYPE_MARKDOWN: ContentType.ValueType  # 2
 Global___ContentType: _TypeAlias = ContentType  # noqa: Y015
 
+class _OperationState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OperationStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OperationState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OPERATION_STATE_UNSPECIFIED: _OperationState.ValueType  # 0
+    OPERATION_STATE_PENDING: _OperationState.ValueType  # 1
+    OPERATION_STATE_DONE: _OperationState.ValueType  # 2
+    OPERATION_STATE_FAILED: _OperationState.ValueType  # 3
+    OPERATION_STATE_CANCELLED: _OperationState.ValueType  # 4
+    """by a later write or delete of its document"""
+
+class OperationState(_OperationState, metaclass=_OperationStateEnumTypeWrapper): ...
+
+OPERATION_STATE_UNSPECIFIED: OperationState.ValueType  # 0
+OPERATION_STATE_PENDING: OperationState.ValueType  # 1
+OPERATION_STATE_DONE: OperationState.ValueType  # 2
+OPERATION_STATE_FAILED: OperationState.ValueType  # 3
+OPERATION_STATE_CANCELLED: OperationState.ValueType  # 4
+"""by a later write or delete of its document"""
+Global___OperationState: _TypeAlias = OperationState  # noqa: Y015
+
 class _SearchMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -472,6 +495,98 @@ class UpsertDocumentReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpsertDocumentReply: _TypeAlias = UpsertDocumentReply  # noqa: Y015
+
+@_typing.final
+class SubmitDocumentRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOCUMENT_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    """tenant that may see the operation; empty: callers without a tenant"""
+    @_builtins.property
+    def document(self) -> Global___Document: ...
+    def __init__(
+        self,
+        *,
+        document: Global___Document | None = ...,
+        owner: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["document", b"document"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["document", b"document", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmitDocumentRequest: _TypeAlias = SubmitDocumentRequest  # noqa: Y015
+
+@_typing.final
+class GetOperationRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    owner: _builtins.str
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        owner: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetOperationRequest: _TypeAlias = GetOperationRequest  # noqa: Y015
+
+@_typing.final
+class Operation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    COLLECTION_FIELD_NUMBER: _builtins.int
+    DOCUMENT_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    CREATED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    UPDATED_UNIX_MS_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
+    NUM_CHUNKS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    collection: _builtins.str
+    document_id: _builtins.str
+    state: Global___OperationState.ValueType
+    created_unix_ms: _builtins.int
+    updated_unix_ms: _builtins.int
+    changed: _builtins.bool
+    """of a done one; false: the same document was stored already"""
+    num_chunks: _builtins.int
+    """of a done one"""
+    error: _builtins.str
+    """of a failed one: JSON object, as the metadata of a failed call has it"""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        collection: _builtins.str = ...,
+        document_id: _builtins.str = ...,
+        state: Global___OperationState.ValueType = ...,
+        created_unix_ms: _builtins.int = ...,
+        updated_unix_ms: _builtins.int = ...,
+        changed: _builtins.bool = ...,
+        num_chunks: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "collection", b"collection", "created_unix_ms", b"created_unix_ms", "document_id", b"document_id", "error", b"error", "id", b"id", "num_chunks", b"num_chunks", "state", b"state", "updated_unix_ms", b"updated_unix_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Operation: _TypeAlias = Operation  # noqa: Y015
 
 @_typing.final
 class DeleteDocumentRequest(_message.Message):

@@ -60,6 +60,16 @@ class RetrieverStub:
                 request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.UpsertDocumentRequest.SerializeToString,
                 response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.UpsertDocumentReply.FromString,
                 _registered_method=True)
+        self.SubmitDocument = channel.unary_unary(
+                '/ragcache.v1.Retriever/SubmitDocument',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.SubmitDocumentRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.Operation.FromString,
+                _registered_method=True)
+        self.GetOperation = channel.unary_unary(
+                '/ragcache.v1.Retriever/GetOperation',
+                request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetOperationRequest.SerializeToString,
+                response_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.Operation.FromString,
+                _registered_method=True)
         self.DeleteDocument = channel.unary_unary(
                 '/ragcache.v1.Retriever/DeleteDocument',
                 request_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.DeleteDocumentRequest.SerializeToString,
@@ -180,6 +190,22 @@ class RetrieverServicer:
     def UpsertDocument(self, request, context):
         """Inserts or replaces one document by id in one transaction. At the reply it is durable and
         searchable. A document with unchanged content stays as it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SubmitDocument(self, request, context):
+        """Accepts a document and writes it later. It is durable, and searchable when the operation is done.
+        The same content of the same document is the same operation. A later write or delete of the
+        document cancels it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetOperation(self, request, context):
+        """Returns an operation of an owner. It is known for a week after its end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -332,6 +358,16 @@ def add_RetrieverServicer_to_server(servicer, server):
                     servicer.UpsertDocument,
                     request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.UpsertDocumentRequest.FromString,
                     response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.UpsertDocumentReply.SerializeToString,
+            ),
+            'SubmitDocument': grpc.unary_unary_rpc_method_handler(
+                    servicer.SubmitDocument,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.SubmitDocumentRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.Operation.SerializeToString,
+            ),
+            'GetOperation': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOperation,
+                    request_deserializer=ragcache__wire_dot_v1_dot_retriever__pb2.GetOperationRequest.FromString,
+                    response_serializer=ragcache__wire_dot_v1_dot_retriever__pb2.Operation.SerializeToString,
             ),
             'DeleteDocument': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteDocument,
@@ -555,6 +591,60 @@ class Retriever:
             '/ragcache.v1.Retriever/UpsertDocument',
             ragcache__wire_dot_v1_dot_retriever__pb2.UpsertDocumentRequest.SerializeToString,
             ragcache__wire_dot_v1_dot_retriever__pb2.UpsertDocumentReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubmitDocument(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/SubmitDocument',
+            ragcache__wire_dot_v1_dot_retriever__pb2.SubmitDocumentRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.Operation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetOperation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ragcache.v1.Retriever/GetOperation',
+            ragcache__wire_dot_v1_dot_retriever__pb2.GetOperationRequest.SerializeToString,
+            ragcache__wire_dot_v1_dot_retriever__pb2.Operation.FromString,
             options,
             channel_credentials,
             insecure,

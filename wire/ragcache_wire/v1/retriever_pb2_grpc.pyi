@@ -43,6 +43,13 @@ class RetrieverStub:
     """Inserts or replaces one document by id in one transaction. At the reply it is durable and
     searchable. A document with unchanged content stays as it is.
     """
+    SubmitDocument: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.SubmitDocumentRequest, _retriever_pb2.Operation]
+    """Accepts a document and writes it later. It is durable, and searchable when the operation is done.
+    The same content of the same document is the same operation. A later write or delete of the
+    document cancels it.
+    """
+    GetOperation: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetOperationRequest, _retriever_pb2.Operation]
+    """Returns an operation of an owner. It is known for a week after its end."""
     DeleteDocument: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.DeleteDocumentRequest, _retriever_pb2.DeleteDocumentReply]
     """A repetition succeeds while the outbox knows of the first call, for 15 minutes at least."""
     GetDocument: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetDocumentRequest, _retriever_pb2.Document]
@@ -98,6 +105,13 @@ class RetrieverAsyncStub(RetrieverStub):
     """Inserts or replaces one document by id in one transaction. At the reply it is durable and
     searchable. A document with unchanged content stays as it is.
     """
+    SubmitDocument: _aio.UnaryUnaryMultiCallable[_retriever_pb2.SubmitDocumentRequest, _retriever_pb2.Operation]  # type: ignore[assignment]
+    """Accepts a document and writes it later. It is durable, and searchable when the operation is done.
+    The same content of the same document is the same operation. A later write or delete of the
+    document cancels it.
+    """
+    GetOperation: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetOperationRequest, _retriever_pb2.Operation]  # type: ignore[assignment]
+    """Returns an operation of an owner. It is known for a week after its end."""
     DeleteDocument: _aio.UnaryUnaryMultiCallable[_retriever_pb2.DeleteDocumentRequest, _retriever_pb2.DeleteDocumentReply]  # type: ignore[assignment]
     """A repetition succeeds while the outbox knows of the first call, for 15 minutes at least."""
     GetDocument: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetDocumentRequest, _retriever_pb2.Document]  # type: ignore[assignment]
@@ -180,6 +194,25 @@ class RetrieverServicer(metaclass=_abc_1.ABCMeta):
         """Inserts or replaces one document by id in one transaction. At the reply it is durable and
         searchable. A document with unchanged content stays as it is.
         """
+
+    @_abc_1.abstractmethod
+    def SubmitDocument(
+        self,
+        request: _retriever_pb2.SubmitDocumentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.Operation, _abc.Awaitable[_retriever_pb2.Operation]]:
+        """Accepts a document and writes it later. It is durable, and searchable when the operation is done.
+        The same content of the same document is the same operation. A later write or delete of the
+        document cancels it.
+        """
+
+    @_abc_1.abstractmethod
+    def GetOperation(
+        self,
+        request: _retriever_pb2.GetOperationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.Operation, _abc.Awaitable[_retriever_pb2.Operation]]:
+        """Returns an operation of an owner. It is known for a week after its end."""
 
     @_abc_1.abstractmethod
     def DeleteDocument(

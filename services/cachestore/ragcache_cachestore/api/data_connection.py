@@ -28,7 +28,7 @@ from ragcache_cachestore.puts import IncomingPut
 from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry.exporter import count_hit, count_miss
-from ragcache_core.errors import RagCacheError, Unauthenticated, Unavailable
+from ragcache_core.errors import InvalidInput, RagCacheError, Unauthenticated, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.peer_token import CHALLENGE_BYTES
 from ragcache_core.identity.variant import Miss, Tier, ValuePart
@@ -54,6 +54,7 @@ from ragcache_kv.transport.framing import (
     parse,
     to_error,
 )
+from ragcache_kv.transport.tls_connection import TlsConnection
 from ragcache_kv.values.conversions import (
     from_completion,
     from_get_request,
@@ -64,6 +65,7 @@ from ragcache_kv.values.conversions import (
     to_outcome,
     to_value_header,
 )
+from ragcache_wire.peers.certificates import Certificates
 from ragcache_wire.peers.peer_access import PeerGuard
 from ragcache_wire.tracing import NO_SPAN, Span
 from ragcache_wire.tracing import metadata as trace_metadata
@@ -95,6 +97,10 @@ MAX_REREADS = 4096
 """Bound of the repeated reads of one value that one message may report."""
 
 HELLO_TIMEOUT_S = 5.0
+
+EVICTED_S = 0.2
+"""How long a connection that is evicted waits for its client to take the message."""
+
 RETRY_AFTER_S = 1.0
 
 
@@ -113,14 +119,7 @@ class HeaderCache:
         if known is not None and known[0] is lease.variant.parts and known[1] is lease.tier:
             return known[2]
         # The index is 0, because the position among the answers names the request's key.
-        header = to_value_header(
-            0,
-            lease.variant.info,
-            lease.variant.parts,
-            lease.variant.shape,
-            lease.variant.value_format,
-            lease.tier,
-        )
+        header = to_value_header(0, lease.header)
         encoded = pb.LeasedValue(header=header).SerializeToString()
         if len(self._encoded) >= MAX_HEADERS:
             self._encoded.clear()
@@ -135,6 +134,7 @@ class ConnectionContext:
     Args:
         guard: Admits clients.
         limits: Bounds what clients send.
+        certificates: Of this store. None: connections are plain. Those of a Unix socket always are.
     """
 
     store: Store
@@ -142,6 +142,7 @@ class ConnectionContext:
     headers: HeaderCache
     guard: PeerGuard
     limits: FrameLimits
+    certificates: Certificates | None
 
 
 class DataConnection(threading.Thread):
@@ -158,7 +159,11 @@ class DataConnection(threading.Thread):
         on_end: Callable[[DataConnection], None],
     ) -> None:
         super().__init__(name="transport", daemon=True)
-        self.channel = FramedConnection(sock, context.limits)
+        self.channel = (
+            FramedConnection(sock, context.limits)
+            if context.certificates is None or sock.family == socket.AF_UNIX
+            else TlsConnection(sock, context.certificates.current(), context.limits)
+        )
         self._store = context.store
         self._hello = context.hello
         self._headers = context.headers
@@ -181,19 +186,13 @@ class DataConnection(threading.Thread):
             if self.idle_since is None or self._evicted:
                 return False
             self._evicted = True
-        # Its thread waits for a frame, so the socket has room and no other sender.
-        with contextlib.suppress(OSError):
-            self.channel.socket.send(frame(FrameKind.EVICTED), socket.MSG_DONTWAIT)
-        self.channel.interrupt()
+        self.channel.end_input()  # its thread waits for a frame, and tells the client
         return True
 
     def refuse(self) -> None:
         """Tell the client that there are too many connections, without waiting for it."""
         error = Unavailable("cachestore", "it has too many connections", RETRY_AFTER_S)
-        with contextlib.suppress(OSError):
-            self.channel.socket.setblocking(False)
-            self.channel.socket.send(frame(FrameKind.ERROR, to_error(error)))
-        self.channel.close()
+        self.channel.refuse(frame(FrameKind.ERROR, to_error(error)))
 
     def run(self) -> None:
         """Serve calls until the client closes the connection."""
@@ -202,8 +201,9 @@ class DataConnection(threading.Thread):
             self._send_hello()
             while True:
                 self._serve_one()
-        except ConnectionBroken as error:
+        except (ConnectionBroken, Unauthenticated) as error:
             log.debug("data server: connection ended transport=%s error=%s", self._transport, error)
+            self._tell_evicted()
         except Exception:
             log.exception("data server: connection failed transport=%s", self._transport)
         finally:
@@ -218,21 +218,29 @@ class DataConnection(threading.Thread):
                 )
             self._on_end(self)
 
+    def _tell_evicted(self) -> None:
+        """Tell the client of an evicted connection to connect again."""
+        if self._evicted:
+            self.channel.deadline = time.monotonic() + EVICTED_S
+            with contextlib.suppress(ConnectionBroken):
+                self.channel.send(FrameKind.EVICTED)
+
     def _admit(self) -> None:
-        """Let the client prove that it has a key. Raises ConnectionBroken."""
+        """Let the client prove that it has a key. Raises ConnectionBroken, Unauthenticated."""
         self.channel.deadline = time.monotonic() + HELLO_TIMEOUT_S
         sock, challenge = self.channel.socket, os.urandom(CHALLENGE_BYTES)
         if not self._shared:
             _set_buffer(sock, NEW_BUFFER_BYTES)
+        self.channel.shake_hands()
         self.channel.send(FrameKind.CHALLENGE, pb.DataChallenge(challenge=challenge))
         kind, payload = self.channel.receive(MAX_CREDENTIAL_BYTES)
         self._require_not_evicted()
         if kind != FrameKind.CREDENTIAL:
             raise ConnectionBroken(f"expected a credential, received a frame of kind {kind}")
-        proof = parse(pb.DataCredential, payload).proof
         try:
+            proof = parse(pb.DataCredential, payload).proof
             self._guard.check_proof(proof, challenge, self._hello.boot)
-        except Unauthenticated as error:
+        except (InvalidInput, Unauthenticated) as error:
             greeting = b"\0" if self._shared else b""
             self.channel.send_raw(greeting + frame(FrameKind.ERROR, to_error(error)))
             raise ConnectionBroken(f"refused: {error}") from error

@@ -32,19 +32,23 @@ from ragcache_cachestore.storage.malloc import return_freed_memory
 from ragcache_cachestore.store import Store
 from ragcache_core.errors import InvalidInput
 from ragcache_kv.transport.framing import SOCKET_BUFFER_BYTES, FrameLimits
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.peers.peer_access import PeerGuard
 from ragcache_wire.v1 import cachestore_pb2 as pb
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger(__name__)
 
 CONNECTION_BYTES = 64 << 10
 """Memory of an idle connection with its thread, measured."""
 
+ENCRYPTED_CONNECTION_BYTES = 100 << 10
+"""The same of one with TLS, measured."""
+
 MAX_CONNECTIONS_BYTES = 128 << 20
 """Bound of the memory of all connections."""
 
 MAX_CONNECTIONS = MAX_CONNECTIONS_BYTES // CONNECTION_BYTES
+MAX_ENCRYPTED_CONNECTIONS = MAX_CONNECTIONS_BYTES // ENCRYPTED_CONNECTION_BYTES
 
 MIN_TRIM_CONNECTIONS = 8
 """When half of this many connections or more have ended, their memory returns to the system."""
@@ -75,8 +79,8 @@ class DataServer:
     Args:
         path: Of the Unix socket. None: not offered.
         listen: Host and port of TCP, port 0 for any free port. None: not offered.
-        keys: The platform's signing keys. Without them, TCP has clients only on loopback. The file
-            permissions protect the Unix socket then.
+        credentials: Of the platform. Without keys, TCP has clients only on loopback, and the file
+            permissions protect the Unix socket.
 
     Attributes:
         port: The TCP port, or 0.
@@ -87,7 +91,7 @@ class DataServer:
         store: Store,
         path: Path | None,
         listen: tuple[str, int] | None,
-        keys: SigningKeys | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         """Open the listening sockets.
 
@@ -97,11 +101,12 @@ class DataServer:
         self._store = store
         self._path = path
         self._headers = HeaderCache()
+        self._certificates = credentials.certificates
         self._limits = FrameLimits(FRAMES_BYTES, FRAME_TIMEOUT_S)
         host = "localhost" if listen is None else listen[0]
         self._guards = {
-            socket.AF_UNIX: PeerGuard(keys, "localhost:0"),
-            socket.AF_INET: (by_network := PeerGuard(keys, f"{host}:0")),
+            socket.AF_UNIX: PeerGuard(credentials.keys, "localhost:0"),
+            socket.AF_INET: (by_network := PeerGuard(credentials.keys, f"{host}:0")),
             socket.AF_INET6: by_network,
         }
         self._peak = 0  # connections since freed memory was returned
@@ -186,8 +191,15 @@ class DataServer:
 
     def _serve(self, sock: socket.socket) -> None:
         guard = self._guards[sock.family]
-        context = ConnectionContext(self._store, self.hello(), self._headers, guard, self._limits)
-        connection = DataConnection(context, sock, self._remove)
+        context = ConnectionContext(
+            self._store, self.hello(), self._headers, guard, self._limits, self._certificates
+        )
+        try:
+            connection = DataConnection(context, sock, self._remove)
+        except OSError as error:  # the client has left
+            log.debug("data server: connection ended before it began error=%s", error)
+            sock.close()
+            return
         deadline = time.monotonic() + FULL_WAIT_S
         while not self._try_start(connection):
             if self._closed or time.monotonic() >= deadline:
@@ -202,7 +214,9 @@ class DataServer:
     def _try_start(self, connection: DataConnection) -> bool:
         """Start to serve a connection. Return False if there is no room for it now."""
         with self._lock:
-            is_full = len(self._connections) >= MAX_CONNECTIONS
+            is_encrypted = self._certificates is not None
+            most = MAX_ENCRYPTED_CONNECTIONS if is_encrypted else MAX_CONNECTIONS
+            is_full = len(self._connections) >= most
             if self._closed or (is_full and not self._evict_idlest()):
                 return False
             connection.start()  # within the lock, so that close can join every connection

@@ -463,14 +463,7 @@ def _pieces(extents: Sequence[Extent]) -> Iterator[Extent]:
 
 
 def _header(index: int, lease: ReadLease) -> pb.GetHeader:
-    return to_value_header(
-        index,
-        lease.variant.info,
-        lease.variant.parts,
-        lease.variant.shape,
-        lease.variant.value_format,
-        lease.tier,
-    )
+    return to_value_header(index, lease.header)
 
 
 def _is_not_client_gone(record: logging.LogRecord) -> bool:

@@ -11,7 +11,8 @@ swap all the time.
 
 Source: HA-RAG, the strategies for precision and placement, applied online.
 
-Not reachable from a RagCache yet: it sets one lossless precision for all variants.
+Not reachable from a RagCache yet: it sets one lossless precision for all variants. A value in
+another encoding has no tag, so clients with the platform's key do not use it.
 """
 
 from __future__ import annotations

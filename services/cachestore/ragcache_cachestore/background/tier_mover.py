@@ -230,6 +230,7 @@ class TierMover:
             value_format=variant.value_format,
             delete_sequence=variant.delete_sequence,
             put_order=variant.identity,
+            tag=variant.tag,
         )
         try:
             self._disk_tier.write(copy.extents, views)

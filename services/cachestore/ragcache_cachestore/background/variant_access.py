@@ -62,7 +62,7 @@ class VariantAccess:
             value_format=variant.value_format,
         )
         checksums = [part.checksum for part in variant.parts]
-        return new, ReadyValue(memoryview(value), checksums, variant.origin.cost_s)
+        return new, ReadyValue(memoryview(value), checksums, variant.origin.cost_s, variant.tag)
 
     def set_wants_higher_precision(self, key: VariantKey, wanted: bool) -> None:
         """Set whether lookups report that a variant wants a higher precision."""

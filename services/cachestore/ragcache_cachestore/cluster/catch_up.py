@@ -33,8 +33,8 @@ from ragcache_cachestore.store import Store
 from ragcache_core.errors import RagCacheError
 from ragcache_core.store_api import DeletionBatch
 from ragcache_kv.store_client.client import StoreClient
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.watched.members import Members
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class CatchUp:
         members: All shards; None if this is the only one.
         own: Address of this shard.
         progress: Called with the progress of the start.
-        keys: The platform's signing keys. None: calls carry no token.
+        credentials: With what the client proves that it belongs to the platform.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class CatchUp:
         times: PullTimes | None = None,
         *,
         progress: Callable[[str], None] = lambda _: None,
-        keys: SigningKeys | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self._store = store
-        self._keys = keys
+        self._credentials = credentials
         self._members = members
         self._own = own
         self._progress = progress
@@ -181,7 +181,7 @@ class CatchUp:
         """
         for peer in peers:
             if peer not in self._clients:
-                self._clients[peer] = StoreClient(peer, keys=self._keys)
+                self._clients[peer] = StoreClient(peer, credentials=self._credentials)
         asked = [(peer, self._pool.submit(self._pull_from, peer)) for peer in peers]
         answered: set[str] = set()
         applied = True

@@ -34,8 +34,8 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss
 from ragcache_core.store_api import MAX_KEYS
 from ragcache_kv.store_client.client import StoreClient
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.watched.members import Members
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger(__name__)
 
@@ -63,16 +63,16 @@ AskShard = Callable[[str, Sequence[VariantKey]], Sequence[Miss | None]]
 
 
 def ask_shard(
-    address: str, variants: Sequence[VariantKey], keys: SigningKeys | None = None
+    address: str, variants: Sequence[VariantKey], credentials: Credentials = NO_CREDENTIALS
 ) -> Sequence[Miss | None]:
     """Ask a shard over gRPC. Raises RagCacheError.
 
     Args:
         address: "host:port".
         variants: The variants.
-        keys: The platform's signing keys. None: calls carry no token.
+        credentials: With what the client proves that it belongs to the platform.
     """
-    client = StoreClient(address, keys=keys)
+    client = StoreClient(address, credentials=credentials)
     try:
         return client.find_misses(variants, CALL_TIMEOUT_S)
     finally:

@@ -29,8 +29,8 @@ from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.store_api import AsOf, PutOutcome
 from ragcache_kv.store_client.client import StoreClient
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.watched.members import Members
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Replicator:
 
     Args:
         clock: Returns monotonic seconds.
-        keys: The platform's signing keys. None: calls carry no token.
+        credentials: With what the client proves that it belongs to the platform.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Replicator:
         thresholds: ReplicationThresholds | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        keys: SigningKeys | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self._store = store
         self._members = members
         self._own = own
         self._thresholds = thresholds or ReplicationThresholds()
-        self._keys = keys
+        self._credentials = credentials
         self._clock = clock
         self._served = ServedBytes(HALF_LIFE_S)
         self._addresses: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ class Replicator:
                     self._forget(key)
 
     def _copy(self, key: VariantKey, shard: str) -> None:
-        client = StoreClient(shard, keys=self._keys)
+        client = StoreClient(shard, credentials=self._credentials)
         try:
             client.connect()
             assert client.hello is not None
@@ -152,7 +152,7 @@ class Replicator:
     def _drop(self, key: VariantKey, shard: str) -> None:
         # Forgotten even if the other shard does not answer. It evicts the copy some day.
         self._forget(key)
-        client = StoreClient(shard, keys=self._keys)
+        client = StoreClient(shard, credentials=self._credentials)
         try:
             client.drop_copy(key, timeout_s=CALL_TIMEOUT_S)
         finally:

@@ -79,6 +79,7 @@ class CatalogVariant:
         delete_sequence: The store's last delete when the variant was put. No delete up to this
             one covers the variant.
         put_at: On the store's clock.
+        tag: As the client put it. A value in another encoding has none.
         memory: The copy in memory.
         disk: The copy on disk.
         superseded: The variant that this one replaced. Its copy stays on disk until this variant
@@ -97,6 +98,7 @@ class CatalogVariant:
     value_format: int
     delete_sequence: int
     put_at: float
+    tag: bytes = b""
     memory: TierCopy | None = None
     disk: TierCopy | None = None
     superseded: CatalogVariant | None = None

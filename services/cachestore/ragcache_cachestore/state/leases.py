@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_cachestore.storage.tier_space import TierCopy
-from ragcache_core.identity.variant import Tier
+from ragcache_core.identity.variant import Tier, ValueHeader
 from ragcache_core.store_api import LEASE_S
 
 
@@ -30,6 +30,19 @@ class ReadLease:
     def on_disk(self) -> bool:
         """Whether the copy is in the file of values."""
         return self.tier is Tier.DISK
+
+    @property
+    def header(self) -> ValueHeader:
+        """What a client needs to read the value."""
+        variant = self.variant
+        return ValueHeader(
+            variant.info,
+            variant.parts,
+            variant.shape,
+            variant.value_format,
+            self.tier,
+            variant.tag,
+        )
 
 
 class LeaseTable:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.identity.variant import (
+    TAG_BYTES,
     Influence,
     Origin,
     Precision,
@@ -18,7 +19,7 @@ from ragcache_core.identity.variant import (
 )
 from ragcache_core.storage.extents import Extent
 
-VERSION = 4
+VERSION = 5
 """Version of the data layout, and first byte of the metadata.
 
 A store does not start on a folder with another version (``data_dir``).
@@ -29,7 +30,7 @@ _SHAPE = struct.Struct("<III")
 _PAIR = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<H")
 
-_EXACT, _SHAPED, _PARENTED, _RIGHTS, _WRITTEN = 1, 2, 4, 8, 16
+_EXACT, _SHAPED, _PARENTED, _RIGHTS, _WRITTEN, _TAGGED = 1, 2, 4, 8, 16, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class DiskVariant:
         value_format: Version of the value's layout (``ragcache_kv.values.layout``).
         delete_sequence: The store's last delete when the variant was put.
         put_order: Ascends with every put.
+        tag: As the client put it (``ragcache_kv.values.tags``).
     """
 
     extents: tuple[Extent, ...]
@@ -52,6 +54,7 @@ class DiskVariant:
     value_format: int
     delete_sequence: int
     put_order: int
+    tag: bytes = b""
 
     def to_bytes(self) -> bytes:
         """Encode: fixed fields, lists, then texts with their lengths."""
@@ -62,6 +65,7 @@ class DiskVariant:
             | _PARENTED * (self.origin.parent is not None)
             | _RIGHTS * bool(influence.rights)
             | _WRITTEN * bool(influence.writer)
+            | _TAGGED * bool(self.tag)
         )
         out = [
             _HEAD.pack(
@@ -83,7 +87,7 @@ class DiskVariant:
         ]
         out += [_PAIR.pack(extent.offset, extent.num_bytes) for extent in self.extents]
         out += [_PAIR.pack(part.num_bytes, part.checksum) for part in self.parts]
-        out += (*self.origin.prefix_chunks, influence.rights, influence.writer)
+        out += (*self.origin.prefix_chunks, influence.rights, influence.writer, self.tag)
         if self.origin.parent is not None:
             out.append(self.origin.parent.to_bytes())
         if self.shape is not None:
@@ -130,6 +134,7 @@ class DiskVariant:
         rights = reader.take(KEY_BYTES) if flags & _RIGHTS else b""
         writer = reader.take(KEY_BYTES) if flags & _WRITTEN else b""
         influence = Influence(rights, writer, num_head)
+        tag = reader.take(TAG_BYTES) if flags & _TAGGED else b""
         parent = VariantKey.from_bytes(reader.take(2 * KEY_BYTES)) if flags & _PARENTED else None
         dimensions = reader.unpack(_SHAPE) if flags & _SHAPED else None
         precision = Precision.parse(reader.text())
@@ -153,6 +158,7 @@ class DiskVariant:
             value_format,
             delete_sequence,
             put_order,
+            tag,
         )
 
 

@@ -23,13 +23,14 @@ from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_wire.channel import SERVER_OPTIONS
 from ragcache_wire.feeds.engine_load import to_load_message
 from ragcache_wire.feeds.feed_cursor import HEARTBEAT_S, FeedCursor
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.peers.peer_access import PeerGuard
+from ragcache_wire.peers.peer_channel import add_port
 from ragcache_wire.peers.peer_interceptors import BlockingPeerInterceptor
 from ragcache_wire.status import to_status, trailing_metadata
 from ragcache_wire.v1 import engine_pb2 as pb
 from ragcache_wire.v1 import engine_pb2_grpc
 from ragcache_wire.v1 import node_feed_pb2 as feed_pb
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 CAPACITY = 4096
 """Number of records kept. A gateway asks for one right after the first token."""
@@ -270,7 +271,7 @@ def serve_records(
     costs: ReuseCosts,
     listen: str,
     feed: EngineFeed | None = None,
-    keys: SigningKeys | None = None,
+    credentials: Credentials = NO_CREDENTIALS,
 ) -> grpc.Server:
     """Serve records, costs and the feed at listen ("host:port") until the server is stopped.
 
@@ -279,17 +280,17 @@ def serve_records(
         costs: Predictions of loads and computations.
         listen: Address to bind.
         feed: What the engine's caches have. None: nothing is told of them.
-        keys: The platform's signing keys. Without them, only a server on loopback has callers.
+        credentials: Of the platform. Without keys, only a server on loopback has callers.
 
     Raises:
         RuntimeError: The address is in use.
     """
     # A watch occupies a thread, which waits most of the time.
     threads = futures.ThreadPoolExecutor(RECORD_THREADS + MAX_WATCHERS, "records")
-    admission = BlockingPeerInterceptor(PeerGuard(keys, listen))
+    admission = BlockingPeerInterceptor(PeerGuard(credentials.keys, listen))
     server = grpc.server(threads, interceptors=[admission], options=SERVER_OPTIONS)
     servicer = _EngineServicer(records, costs, feed or EngineFeed())
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
-    server.add_insecure_port(listen)
+    add_port(server, listen, credentials)
     server.start()
     return server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_BRANCH: Final = "main"
 """Default branch of the Hugging Face hub. The gateway reads the model's files on it."""
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _CONFIG_FORMATS: Final = ("auto", "hf", "mistral")
 _SAFETENSORS_FORMATS: Final = frozenset(
     {
@@ -130,7 +132,7 @@ def _check_model_files(vllm_config: VllmConfig) -> None:
     load_format = vllm_config.load_config.load_format
     changes = {
         # vLLM ignores the revisions of a folder, and resolves an unset one to the default branch.
-        "--revision": not is_folder and model.revision not in (None, _DEFAULT_BRANCH),
+        "--revision": not is_folder and not _is_pinned(model.revision),
         "--code-revision": not is_folder and model.code_revision is not None,
         "--hf-config-path": model.hf_config_path not in (None, model.model),
         "--config-format": model.config_format not in _CONFIG_FORMATS,
@@ -145,6 +147,14 @@ def _check_model_files(vllm_config: VllmConfig) -> None:
             " stored KV",
             "leave it out, or download that model and name its folder of safetensors",
         )
+
+
+def _is_pinned(revision: str | None) -> bool:
+    """Whether the gateway reads the same files: those of the default branch, or of a commit.
+
+    A model source with another commit has other keys, so its KV is never mixed up.
+    """
+    return revision in (None, _DEFAULT_BRANCH) or _COMMIT.fullmatch(revision) is not None
 
 
 def check_full_attention(kv_cache_config: KVCacheConfig, max_length: int) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from ragcache_core.access.caller import Caller
+from ragcache_core.access.caller import DEFAULT_RULES, MAX_NAMED_TENANTS, Caller
 from ragcache_core.access.key_file import (
     KeyTable,
     builtin_table,
@@ -18,6 +20,7 @@ from ragcache_core.access.key_file import (
     parse_key_file,
     replacing,
 )
+from ragcache_core.access.token_claims import TokenIssuer, caller_of
 from ragcache_core.errors import InvalidInput
 from ragcache_core.scheduling.fair_share import Shares
 from ragcache_wire.rest_fields.filters import read_filter
@@ -32,6 +35,44 @@ IsSigned = Callable[[bytes, bytes], bool]
 """Whether the operator has signed a message: the message, and its signature."""
 
 
+@dataclass(frozen=True)
+class _Tenants:
+    """The tenants that a key file has, and those that tokens may name beside it.
+
+    Its properties are computed once for each file.
+    """
+
+    table: KeyTable
+    issuers: tuple[TokenIssuer, ...]
+
+    @cached_property
+    def listed(self) -> frozenset[str]:
+        """Those that the file lists."""
+        return frozenset(one for one in self.table.listed if one is not None)
+
+    @cached_property
+    def all(self) -> frozenset[str]:
+        """Those that a caller may have."""
+        return self.table.tenants.union(*(one.tenants_among(self.listed) for one in self.issuers))
+
+    @cached_property
+    def named(self) -> frozenset[str]:
+        """Those that metrics name: first those of keys, then the others in their order."""
+        found = self.table.named
+        others = sorted(self.all - self.table.tenants)
+        return found | frozenset(others[: max(0, MAX_NAMED_TENANTS - len(found))])
+
+    @cached_property
+    def shares(self) -> Shares[str | None]:
+        """Shares of the tenants and of callers without one, which is None."""
+        tenants = {one.tenant for one in self.table.callers.values()} | self.all
+        rules = {one: self.table.listed.get(one, DEFAULT_RULES) for one in tenants}
+        return Shares(
+            {tenant: one.weight for tenant, one in rules.items()},
+            {tenant: one.reserved_share for tenant, one in rules.items() if one.reserved_share},
+        )
+
+
 class ApiKeys:
     """Callers by their key: those of the file, and the platform's own components.
 
@@ -42,6 +83,7 @@ class ApiKeys:
         path: Path of the file (``access.key_file``).
         builtin: Keys of the platform's own components.
         is_signed: Whether the operator has signed some bytes; None: it signs no keys.
+        issuers: Of tokens, whose tenants count as those of keys.
     """
 
     def __init__(
@@ -49,6 +91,7 @@ class ApiKeys:
         path: Path,
         builtin: KeyTable,
         is_signed: IsSigned | None = None,
+        issuers: Sequence[TokenIssuer] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         try:
@@ -63,7 +106,7 @@ class ApiKeys:
         )
         self._builtin = builtin
         self._is_signed = is_signed
-        self._shares = (table, _shares_of(table))
+        self._tenants = _Tenants(table, tuple(issuers))
 
     def find(self, key: str) -> Caller | None:
         """Return the caller of a key, or None for an unknown key."""
@@ -72,12 +115,24 @@ class ApiKeys:
             return collection_caller(key, self._is_signed)
         return found
 
+    def token_caller(self, issuer: TokenIssuer, claims: Mapping[str, Any]) -> Caller:
+        """Return the caller of a verified token, with the rules of its tenant.
+
+        Raises:
+            NotAllowed: A claim is missing or of no use here.
+        """
+        tenants = self._current()
+        caller = caller_of(issuer, claims, tenants.listed, read_filter)
+        return replace(
+            caller,
+            is_named=caller.tenant in tenants.named,
+            rules=tenants.table.listed.get(caller.tenant, DEFAULT_RULES),
+            cached_token_price=tenants.table.cached_token_price,
+        )
+
     def shares(self) -> Shares[str | None]:
-        """Return the shares of the tenants that have a key now; None: callers without one."""
-        table = self._file.current()
-        if table is not self._shares[0]:
-            self._shares = (table, _shares_of(table))
-        return self._shares[1]
+        """Return the shares of the tenants that may call now; None: callers without one."""
+        return self._current().shares
 
     def is_stale(self) -> bool:
         """Whether the file is missing or wrong now, so that the keys before it stay in use."""
@@ -89,8 +144,14 @@ class ApiKeys:
         return self._last
 
     def tenants(self) -> frozenset[str]:
-        """Return every tenant that has a key now."""
-        return self._file.current().tenants
+        """Return every tenant that has a key now, or that tokens may name."""
+        return self._current().all
+
+    def _current(self) -> _Tenants:
+        table = self._file.current()
+        if table is not self._tenants.table:
+            self._tenants = _Tenants(table, self._tenants.issuers)
+        return self._tenants
 
 
 def api_keys(settings: GatewaySettings) -> ApiKeys | None:
@@ -100,11 +161,14 @@ def api_keys(settings: GatewaySettings) -> ApiKeys | None:
         InvalidInput: The file or a built-in key is wrong.
     """
     if settings.api_keys_file is None:
+        if settings.oidc:
+            fix = "set RAGCACHE_API_KEYS_FILE, too"
+            raise InvalidInput("RAGCACHE_OIDC", "is set, but requests need no key", fix)
         return None
     builtin = dict(settings.builtin_keys)
     public_key = builtin.pop(SYNC, None)
     is_signed = None if public_key is None else signature_check(public_key)
-    return ApiKeys(settings.api_keys_file, builtin_table(builtin), is_signed)
+    return ApiKeys(settings.api_keys_file, builtin_table(builtin), is_signed, settings.oidc)
 
 
 def signature_check(text: str) -> IsSigned:
@@ -138,14 +202,6 @@ def signature_check(text: str) -> IsSigned:
 def tenant_shares(keys: ApiKeys | None) -> Callable[[], Shares[str | None]]:
     """Return what returns the shares of the tenants that may ask; None: requests need no key."""
     return Shares if keys is None else keys.shares
-
-
-def _shares_of(table: KeyTable) -> Shares[str | None]:
-    rules = table.rules
-    return Shares(
-        {tenant: one.weight for tenant, one in rules.items()},
-        {tenant: one.reserved_share for tenant, one in rules.items() if one.reserved_share},
-    )
 
 
 def _parse(content: bytes) -> KeyTable:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ragcache_core.access.json_bounds import check_json
-from ragcache_core.errors import InvalidInput
+from ragcache_core.access.json_bounds import MAX_VALUES, count_values
+from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_gateway.chat.schema import ChatMessage, ChatRequest, check_values
 from ragcache_gateway.prompts.conversation import Conversation, Turn
 
@@ -35,6 +35,7 @@ def read_conversation(request: ChatRequest) -> Conversation:
     Raises:
         InvalidInput: There is no text, the system prompt is shorter than its stable prefix, a tool
             call cannot be read, or an argument of the template is reserved. It names the field.
+        TooLarge: The arguments of all tool calls together have too many values.
     """
     messages = request.messages
     num_system = 0
@@ -42,7 +43,10 @@ def read_conversation(request: ChatRequest) -> Conversation:
         num_system += 1
     system_texts = (message.body.text for message in messages[:num_system])
     system = "\n\n".join(filter(str.strip, system_texts))
-    turns = tuple(_turn(message, i) for i, message in enumerate(messages) if i >= num_system)
+    values = _ValuesOfCalls()
+    turns = tuple(
+        _turn(message, i, values) for i, message in enumerate(messages) if i >= num_system
+    )
     if not (system or turns):
         raise InvalidInput("messages", "have no text", "send a question")
     stable_prefix = request.ragcache.stable_prefix
@@ -64,7 +68,22 @@ def question_field(messages: Sequence[ChatMessage]) -> str:
     return f"messages[{last}].content"
 
 
-def _turn(message: ChatMessage, i: int) -> Turn:
+class _ValuesOfCalls:
+    """Bounds the values that the arguments of all tool calls of a request have as text."""
+
+    def __init__(self) -> None:
+        self._left = MAX_VALUES
+
+    def take(self, arguments: str, path: str) -> None:
+        """Count the values of a call. Raises InvalidInput and TooLarge."""
+        try:
+            self._left -= count_values(arguments.encode(), path, self._left)
+        except TooLarge:
+            problem = f"has, with those before it, over {MAX_VALUES} values"
+            raise TooLarge(path, problem, "send fewer tool calls") from None
+
+
+def _turn(message: ChatMessage, i: int, values: _ValuesOfCalls) -> Turn:
     fields = message.model_dump(exclude_unset=True, exclude=set(_MESSAGE_FIELDS))
     fields = {name: value for name, value in fields.items() if value not in (None, [], {})}
     called = fields.pop("function_call", None)
@@ -73,20 +92,20 @@ def _turn(message: ChatMessage, i: int) -> Turn:
     )
     if calls:
         fields["tool_calls"] = [
-            _tool_call(call, f"messages[{i}].tool_calls[{n}].function")
+            _tool_call(call, f"messages[{i}].tool_calls[{n}].function", values)
             for n, call in enumerate(calls)
         ]
     return Turn(_TEMPLATE_ROLES.get(message.role, message.role), message.body.text, fields)
 
 
-def _tool_call(call: dict[str, Any], path: str) -> dict[str, Any]:
+def _tool_call(call: dict[str, Any], path: str, values: _ValuesOfCalls) -> dict[str, Any]:
     """Return a tool call with its arguments as an object, which templates expect."""
     function = call.get("function")
     if not isinstance(function, dict):
         raise InvalidInput(path, "is missing", "send name and arguments of the call")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        check_json(arguments.encode(), f"{path}.arguments")
+        values.take(arguments, f"{path}.arguments")
         try:
             arguments = json.loads(arguments)
         except ValueError:

@@ -33,6 +33,8 @@ NOT_CHECKED: Final = (
 )
 """Where a text or its KV may still be, which no part of the platform can see."""
 
+_NO_SHARD: Final = "the cache store, because no shard is known"
+
 _State = Literal["zero", "left", "unknown"]
 _Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,32}$")]
 
@@ -115,7 +117,7 @@ class ErasureReport(BaseModel):
     collection: str
     id: str
     is_genuine: bool | None = Field(
-        description="Whether the platform's key signed the receipt; null: there is none of both."
+        description="Whether the platform's key signed the receipt; null: one of both is missing."
     )
     checked_at_ms: int
     document: _State = Field(description="The retriever's rows.")
@@ -196,8 +198,8 @@ class ErasureCheck:
         left = self._engine_remains({chunk for one in deletions for chunk in one.chunks})
         engines = [_engine(address, count) for address, count in sorted(left.items())]
         is_genuine = None
-        if receipt is not None and receipt.signature is not None and keys:
-            is_genuine = is_signed_receipt(receipt.content(), receipt.signature, keys)
+        if receipt is not None and keys:  # then a receipt without a signature is not genuine
+            is_genuine = is_signed_receipt(receipt.content(), receipt.signature or "", keys)
         states = {document, *(one.state for one in (*shards, *engines))}
         return ErasureReport(
             collection=collection,
@@ -207,8 +209,8 @@ class ErasureCheck:
             document=document,
             shards=list(shards),
             engines=engines,
-            erased=states == {"zero"},
-            not_checked=list(NOT_CHECKED),
+            erased=states == {"zero"} and bool(shards),
+            not_checked=[*(() if shards else (_NO_SHARD,)), *NOT_CHECKED],
         )
 
     async def _document(self, collection: str, document_id: str) -> _State:

@@ -92,6 +92,14 @@ class DocumentWriter:
         )
         return reply, removed
 
+    async def submit(self, document: pb.Document, owner: str) -> pb.Operation:
+        """Have a document written later. Its deletes go through the outbox.
+
+        Args:
+            owner: Tenant that may see the operation; empty: callers without a tenant.
+        """
+        return await self._retriever.submit_document(document, owner)
+
     async def delete(self, collection: str, document_id: str) -> DeletedDocument:
         """Delete a document. A repetition completes what is pending of the first call."""
         reply = await self._retriever.delete_document(collection, document_id)

@@ -56,6 +56,7 @@ from ragcache_gateway.engines.liveness import Liveness
 from ragcache_gateway.engines.openai_api import AnswerReader, openai_body, takes_token_ids
 from ragcache_gateway.telemetry.metrics import Metrics
 from ragcache_wire.clients.engine_client import EngineClient
+from ragcache_wire.peers.credentials import NO_CREDENTIALS
 from ragcache_wire.peers.peer_access import PeerTokens
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.gateway import EngineAddress
@@ -146,6 +147,22 @@ _JSON = {"content-type": "application/json"}
 _KEY_REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
+def _tls(
+    group: EngineAddress, settings: GatewaySettings
+) -> Callable[[], tuple[ssl.SSLContext, str]]:
+    """Return what returns the TLS context of connections to an engine, and the server's name."""
+    certificates = settings.tls_dir
+    if group.records_port is None or certificates is None:  # a server of others
+        context = ssl.create_default_context()
+        return lambda: (context, group.host)
+
+    def of_peer() -> tuple[ssl.SSLContext, str]:
+        certificate = certificates.current()
+        return certificate.client, certificate.name
+
+    return of_peer
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a request is predicted to take from its engine before the first token.
@@ -171,7 +188,7 @@ class Engine:
 
     Args:
         group: How it is reached, and what it is.
-        ip: Its IP address; with TLS its host name, which certificates have.
+        ip: Its IP address; of an https server without RagCache its host name.
 
     Attributes:
         role: What it does for a request, where an engine of another role can do the rest.
@@ -207,14 +224,14 @@ class Engine:
         self._in_flight_gauge = metrics.engine_in_flight.labels(address)
         self._failures = metrics.engine_failures.labels(address)
         # An engine of others gets no token.
-        keys = None if records is None else settings.signing_key_file
-        self._tokens = PeerTokens(keys)
-        self._records = EngineClient(self.records, keys) if self.records is not None else None
+        credentials = NO_CREDENTIALS if records is None else settings.credentials
+        self._tokens = PeerTokens(credentials.keys)
+        self._records = None if self.records is None else EngineClient(self.records, credentials)
         self._connections = EngineConnections(
             address,
             ConnectionTimes(settings.engine_connect_timeout_s, _WRITE_TIMEOUT_S, _KEEPALIVE_S),
             authority=group.authority,
-            tls=ssl.create_default_context() if group.is_tls else None,
+            tls=_tls(group, settings) if group.is_tls else None,
             # The pool of questions bounds the requests.
             max_connections=None,
         )

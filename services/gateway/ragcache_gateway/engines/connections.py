@@ -58,7 +58,8 @@ class EngineConnections:
     Args:
         address: ``host:port`` of the engine.
         authority: Host name and port of requests. None: the address.
-        tls: Checks the server's certificate. None: it serves plain HTTP.
+        tls: Returns what a new connection checks the server's certificate with, and the name that
+            it must have. None: it serves plain HTTP.
         max_connections: Most connections at once. None: no limit.
     """
 
@@ -68,7 +69,7 @@ class EngineConnections:
         times: ConnectionTimes,
         *,
         authority: str | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: Callable[[], tuple[ssl.SSLContext, str]] | None = None,
         max_connections: int | None = None,
     ) -> None:
         host, _, port = address.rpartition(":")
@@ -143,10 +144,15 @@ class EngineConnections:
         if self._max_connections is not None and used >= self._max_connections:
             raise AllConnectionsUsed("all connections to it are in use")
         self._num_connecting += 1
+        context, name = (None, None) if self._tls is None else self._tls()
         try:
             async with asyncio.timeout(self._times.connect_s):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(self), self._host, self._port, ssl=self._tls
+                    lambda: _Connection(self),
+                    self._host,
+                    self._port,
+                    ssl=context,
+                    server_hostname=name,
                 )
         except TimeoutError:
             raise ConnectFailed(f"no connection within {self._times.connect_s:g} s") from None

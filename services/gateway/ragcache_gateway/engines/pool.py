@@ -60,8 +60,10 @@ async def resolve(host: str, port: int) -> tuple[str, ...] | None:
 
 
 async def _resolve(group: EngineAddress) -> tuple[str, ...] | None:
-    # A certificate is for the name, and the addresses behind one change often.
-    return (group.host,) if group.is_tls else await resolve(group.host, group.http_port)
+    if group.is_tls and group.records_port is None:
+        # A certificate is for the name, and the addresses behind one change often.
+        return (group.host,)
+    return await resolve(group.host, group.http_port)
 
 
 log = logging.getLogger(__name__)

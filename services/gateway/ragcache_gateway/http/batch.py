@@ -27,6 +27,7 @@ from ragcache_gateway.extraction.extractor import TextExtractor
 from ragcache_gateway.http.batch_parser import BatchItem, BatchParser, RefusedDocument
 from ragcache_gateway.http.disconnect import ClientDisconnected, receive_piece
 from ragcache_gateway.http.errors import ErrorDetail, error_body, to_http
+from ragcache_gateway.http.operation_schema import LATER_CHARS
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +53,19 @@ class BatchEvent(BaseModel):
     index: int = Field(description="Position in the batch, from 0.")
     id: str = Field(description="Empty if the document has no id that can be read.")
     line: int | None = Field(default=None, description="Of a file of JSON lines, from 1.")
-    state: Literal["accepted", "done", "failed"]
+    state: Literal["accepted", "done", "failed", "submitted"] = Field(
+        description="submitted: a long document that is written later, see `Prefer`."
+    )
+    operation: str | None = Field(
+        default=None, description="With submitted: id of the operation, see /v1/operations/{id}."
+    )
     changed: bool | None = Field(
         default=None, description="With done; false: the same document was stored already."
     )
     chunks: int | None = Field(default=None, description="With done: chunks of the document.")
-    warnings: list[str] | None = Field(default=None, description=f"With done. {WARNINGS_HELP}")
+    warnings: list[str] | None = Field(
+        default=None, description=f"With done and submitted. {WARNINGS_HELP}"
+    )
     error: ErrorDetail | None = Field(default=None, description="With failed.")
 
 
@@ -69,6 +77,7 @@ class BatchSummary(BaseModel):
     written: int = 0
     unchanged: int = 0
     failed: int = 0
+    submitted: int = 0
     chunks: int = Field(default=0, description="Chunks of the written documents.")
     error: ErrorDetail | None = Field(
         default=None, description="Why the rest of the body was not read; null: all was read."
@@ -82,10 +91,12 @@ class BatchLimit:
     Args:
         max_bytes: Size of all documents in work.
         body_timeout_s: Time for the next piece of the body to arrive.
+        defers_long: Whether documents over LATER_CHARS are written later.
     """
 
     max_bytes: int
     body_timeout_s: float
+    defers_long: bool = False
 
 
 class DocumentBatch:
@@ -136,7 +147,10 @@ class DocumentBatch:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
             done = self._summary
-            note_counts(written=done.written, unchanged=done.unchanged, failed=done.failed)
+            counts = {"written": done.written, "unchanged": done.unchanged, "failed": done.failed}
+            if done.submitted:
+                counts["submitted"] = done.submitted
+            note_counts(**counts)
         yield self._summary
 
     async def _next_event(self, working: asyncio.Task[None]) -> BatchEvent | None:
@@ -240,6 +254,13 @@ class DocumentBatch:
                 # Of two documents with one id the later one stays.
                 await earlier
             read = await item.read(self._extractor)
+            told = {"warnings": list(read.warnings)} if read.warnings else {}
+            if self._limit.defers_long and len(read.message.text) > LATER_CHARS:
+                owner = self._caller.tenant or ""
+                accepted = await self._writer.submit(read.message, owner)
+                self._summary.submitted += 1
+                await self._report(index, item, "submitted", operation=accepted.id, **told)
+                return
             reply, _ = await self._writer.write(read.message)
             chunks = reply.document.num_chunks
             if reply.changed:
@@ -247,7 +268,6 @@ class DocumentBatch:
                 self._summary.chunks += chunks
             else:
                 self._summary.unchanged += 1
-            told = {"warnings": list(read.warnings)} if read.warnings else {}
             await self._report(index, item, "done", changed=reply.changed, chunks=chunks, **told)
         except RagCacheError as error:
             await self._fail(index, item, to_rest_error(error))
@@ -270,7 +290,7 @@ class DocumentBatch:
         self,
         index: int,
         item: BatchItem,
-        state: Literal["accepted", "done", "failed"],
+        state: Literal["accepted", "done", "failed", "submitted"],
         **fields: Any,
     ) -> None:
         if isinstance(item, RefusedDocument):

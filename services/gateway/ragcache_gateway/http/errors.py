@@ -91,12 +91,25 @@ class NotAuthenticated(RagCacheError):
         )
 
 
+class InvalidToken(NotAuthenticated):
+    """A JSON Web Token that is not valid.
+
+    Args:
+        problem: What is wrong with it, without anything of the token.
+    """
+
+    def __init__(self, problem: str) -> None:
+        RagCacheError.__init__(
+            self, f"Authorization: the token {problem}; get another one from your issuer"
+        )
+
+
 class MissingScope(RagCacheError):
     """A key without the scope that a path needs.
 
     Args:
         name: Name of the key.
-        allowed: The scopes of which it needs one.
+        allowed: The scopes that would do, one is enough.
     """
 
     def __init__(self, name: str, allowed: Sequence[Scope]) -> None:
@@ -174,6 +187,34 @@ def retry_headers(wait_s: float, *, is_predicted: bool = True) -> dict[str, str]
     }
 
 
+def _refused_caller(
+    error: Forbidden | NotAuthenticated | MissingScope | NotAllowed,
+) -> HttpError:
+    match error:
+        case Forbidden():
+            code = f"{error.header.lower()}_not_allowed"
+            return HttpError(403, error_body(str(error), "permission_error", error.header, code))
+        case InvalidToken():
+            body = error_body(str(error), "invalid_request_error", "Authorization", "invalid_token")
+            # Source: RFC 6750, section 3.1.
+            challenge = 'Bearer realm="ragcache", error="invalid_token"'
+            return HttpError(401, body, {"WWW-Authenticate": challenge})
+        case NotAuthenticated():
+            body = error_body(
+                str(error), "invalid_request_error", "Authorization", "invalid_api_key"
+            )
+            return HttpError(401, body, {"WWW-Authenticate": 'Bearer realm="ragcache"'})
+        case MissingScope():
+            body = error_body(str(error), "permission_error", "Authorization", "missing_scope")
+            challenge = (
+                f'Bearer realm="ragcache", error="insufficient_scope", scope="{error.scope}"'
+            )
+            return HttpError(403, body, {"WWW-Authenticate": challenge})
+        case NotAllowed():
+            code = f"{error.field.rpartition('.')[2]}_not_allowed"
+            return HttpError(403, error_body(str(error), "permission_error", error.field, code))
+
+
 def to_http(error: RagCacheError, recovery_s: float = 0.0) -> HttpError:
     """Return status, body and headers for an error.
 
@@ -194,23 +235,8 @@ def to_http(error: RagCacheError, recovery_s: float = 0.0) -> HttpError:
         case NotFound():
             code = f"{error.kind.replace(' ', '_')}_not_found"
             http = HttpError(404, error_body(str(error), "not_found_error", error.kind, code))
-        case Forbidden():
-            code = f"{error.header.lower()}_not_allowed"
-            http = HttpError(403, error_body(str(error), "permission_error", error.header, code))
-        case NotAuthenticated():
-            body = error_body(
-                str(error), "invalid_request_error", "Authorization", "invalid_api_key"
-            )
-            http = HttpError(401, body, {"WWW-Authenticate": 'Bearer realm="ragcache"'})
-        case MissingScope():
-            body = error_body(str(error), "permission_error", "Authorization", "missing_scope")
-            challenge = (
-                f'Bearer realm="ragcache", error="insufficient_scope", scope="{error.scope}"'
-            )
-            http = HttpError(403, body, {"WWW-Authenticate": challenge})
-        case NotAllowed():
-            code = f"{error.field.rpartition('.')[2]}_not_allowed"
-            http = HttpError(403, error_body(str(error), "permission_error", error.field, code))
+        case Forbidden() | NotAuthenticated() | MissingScope() | NotAllowed():
+            http = _refused_caller(error)
         case Unavailable():
             body = error_body(
                 f"{shown(str(error))}; try again",

@@ -75,7 +75,7 @@ class CacheView(BackgroundTasks):
         self._engines = engines
         self._shards = shards
         self._queues = queues
-        self._keys = settings.signing_key_file
+        self._credentials = settings.credentials
         self._poll_s = settings.engine_watch_s
         self._metrics = metrics
         self._followed: dict[_FeedId, _Followed] = {}
@@ -178,9 +178,9 @@ class CacheView(BackgroundTasks):
         follower = SourceFollower(
             self.tree,
             source,
-            FeedClient(feed, method, self._keys, reader),
+            FeedClient(feed, method, self._credentials, reader),
             on_served=partial(self._end_prediction, source),
-            on_message=partial(_update_queue, queue) if queue is not None else lambda _: None,
+            on_message=partial(update_queue, queue) if queue is not None else lambda _: None,
         )
         task = self._spawn(follower.run(), f"feed {source}")
         self._followed[one] = _Followed(follower, task)
@@ -223,7 +223,7 @@ class CacheView(BackgroundTasks):
         self._count_sources()
 
 
-def _update_queue(queue: EngineQueue, message: pb.NodeChanges) -> None:
+def update_queue(queue: EngineQueue, message: pb.NodeChanges) -> None:
     """Take over what an engine says of its queue."""
     now_s = time.monotonic()
     if message.HasField("load"):

@@ -13,7 +13,7 @@ from ragcache_core.errors import RagCacheError, Unauthenticated
 from ragcache_core.knowledge.feed_position import FeedPosition, FeedStep
 from ragcache_core.knowledge.knowledge_tree import KnowledgeTree
 from ragcache_wire.clients.feed_client import FeedClient, FeedNotServed
-from ragcache_wire.feeds.feed_cursor import HEARTBEAT_S, MARKS, checked_boot, from_message
+from ragcache_wire.feeds.feed_cursor import HEARTBEAT_S, checked_boot, checked_mark, from_message
 from ragcache_wire.v1 import node_feed_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class SourceFollower:
 
     async def _apply(self, message: pb.NodeChanges) -> bool:
         """Apply a message. Return False if messages before it were lost."""
-        boot, mark = checked_boot(message), MARKS[message.snapshot]
+        boot, mark = checked_boot(message), checked_mark(message)
         step = self._position.accept(boot, message.sequence, len(message.changes), mark)
         if step is FeedStep.START_AGAIN:
             return False

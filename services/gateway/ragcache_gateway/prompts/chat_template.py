@@ -31,8 +31,8 @@ _SEARCHES: Final = frozenset(
 """Methods of texts whose argument is looked for in a message. ``replace`` is none of them: what it
 inserts would be taken for text of the message."""
 
-_PLAIN_FIELDS: Final = frozenset({"role"})
-"""Fields whose texts are never changed: requests are checked for their values."""
+_ROLE: Final = "role"
+"""Field of a message that is never changed: requests are checked for its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,14 @@ class TemplateRenderer:
         Raises:
             Exception: What the template raises for messages that it does not expect.
         """
-        given = [messages, dict(arguments)]
-        spelled = self._protect(given, None)
+        given = (messages, dict(arguments))
+        spelled = self._spelled(*given, None)
         template = source if spelled == given else self._examined(source).source
         text = self._render(template, *spelled)
-        if not self._has_seam(given):
+        if not self._has_seam([*map(_without_role, messages), given[1]]):
             return text
         examined = self._examined(source)
-        bounded = self._render(examined.source, *self._protect(given, examined.words))
+        bounded = self._render(examined.source, *self._spelled(*given, examined.words))
         return text if self._found(text) == self._found(bounded) else bounded
 
     def pieces(self, rendered: str) -> list[tuple[str, bool]]:
@@ -122,6 +122,17 @@ class TemplateRenderer:
     def _stand_in_of(self, number: int) -> str:
         return f"{self._mark}{number}z"
 
+    def _spelled(
+        self,
+        messages: list[dict[str, Any]],
+        arguments: dict[str, Any],
+        words: frozenset[str] | None,
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Replace control tokens in all texts but the messages' own roles. See ``_protect``."""
+        kept = [{name: one[name] for name in one if name == _ROLE} for one in messages]
+        texts = self._protect([*map(_without_role, messages), arguments], words)
+        return [{**role, **one} for role, one in zip(kept, texts, strict=False)], texts[-1]
+
     def _protect(self, value: Any, words: frozenset[str] | None) -> Any:
         """Replace control tokens in all texts of a value of JSON.
 
@@ -136,7 +147,7 @@ class TemplateRenderer:
             case Mapping():
                 return {
                     self._protect_text(name, words) if isinstance(name, str) else name: (
-                        one if name in _PLAIN_FIELDS else self._protect(one, words)
+                        self._protect(one, words)
                     )
                     for name, one in value.items()
                 }
@@ -144,14 +155,15 @@ class TemplateRenderer:
                 return value
 
     def _protect_text(self, text: str, words: frozenset[str] | None) -> str:
-        spans = self._controls.spans(text)
-        if not spans and self._is_disguised(text):
-            return self._boundary.join(["", *text, ""])
         parts = []
         at = 0
-        for start, end in [*spans, (len(text), len(text))]:
+        for start, end in [*self._controls.spans(text), (len(text), len(text))]:
             part = text[at:start]
-            parts.append(part if words is None or text in words else self._bounded(part))
+            if self._is_disguised(part):
+                part = self._boundary.join(["", *part, ""])
+            elif words is not None and text not in words:
+                part = self._bounded(part)
+            parts.append(part)
             parts += [self._stand_in_of(self._numbers[text[start:end]])] if start < end else []
             at = end
         return "".join(parts)
@@ -179,8 +191,7 @@ class TemplateRenderer:
                 return any(map(self._has_seam, value))
             case Mapping():
                 return any(
-                    self._has_seam(name) or (name not in _PLAIN_FIELDS and self._has_seam(one))
-                    for name, one in value.items()
+                    self._has_seam(name) or self._has_seam(one) for name, one in value.items()
                 )
             case _:
                 return False
@@ -223,6 +234,10 @@ class TemplateRenderer:
                 if _is_searched_for(values, n):
                     parts[i] = self._protect_text(value, None)
         return ExaminedTemplate("".join(parts), frozenset(words))
+
+
+def _without_role(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in message.items() if name != _ROLE}
 
 
 def _is_searched_for(values: list[str], n: int) -> bool:

@@ -145,6 +145,7 @@ class Metrics:
         self.audit_events = self._instruments.counter(rows.AUDIT_EVENTS)
         self.audit_failing = self._instruments.gauge(rows.AUDIT_FAILING)
         self.keys_stale = self._instruments.gauge(rows.KEYS_STALE)
+        self.issuers_failing = self._instruments.gauge(rows.ISSUERS_FAILING)
         self.slow_headers = self._instruments.counter(rows.SLOW_HEADERS)
         self.disconnects = self._instruments.counter(rows.CLIENT_DISCONNECTS)
         self.upstream_failures = self._instruments.counter(rows.UPSTREAM_FAILURES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import time
 from collections.abc import Callable
@@ -21,9 +22,10 @@ async def run(
     """Run a blocking function in a pool and return its result.
 
     Cancelling the caller drops a function that has not begun. A running one ends without effect on
-    the caller.
+    the caller. The function has the caller's context variables.
     """
-    call = functools.partial(function, *args, **kwargs)
+    context = contextvars.copy_context()
+    call = functools.partial(context.run, function, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(threads, call)
 
 

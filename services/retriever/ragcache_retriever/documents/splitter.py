@@ -3,7 +3,8 @@
 A thread could not be ended, and Python's lock would let it delay everything else. A process has a
 limit of CPU time for each document, which a busy machine does not use up, and a longer limit of
 wall time, which ends before the caller's deadline. Documents of ordinary length and long ones have
-a process each: a short document never waits for a long one.
+a process each: a short document never waits for a long one. The keys whose documents wait take
+turns.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from ragcache_core.documents.passages import document_name
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.identity.keys import token_digest
 from ragcache_core.identity.packed_ids import ID_BYTES
+from ragcache_retriever.concurrency.turn_lock import TurnLock
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import Chunking
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
+from ragcache_wire.asking import asker
 from ragcache_wire.sandbox import bare_environment, sandbox_support
 
 LONG_DOCUMENT_CHARS = 1 << 18
@@ -145,7 +148,7 @@ class _SplitterProcess:
         self._limit = limit
         self._is_kept = is_kept
         self._worker: _Worker | None = None
-        self._turn = asyncio.Lock()
+        self._turns = TurnLock()
         self._num_callers = 0
 
     async def split(self, document_id: str, header: dict[str, Any], text: str) -> SplitDocument:
@@ -153,7 +156,7 @@ class _SplitterProcess:
         header = {**header, "cpu_limit_s": self._limit.cpu_s(len(text))}
         self._num_callers += 1
         try:
-            async with self._turn, asyncio.timeout(self._limit.wall_s):
+            async with self._turns.turn(asker()), asyncio.timeout(self._limit.wall_s):
                 return await self._split(document_id, header, text)
         except TimeoutError:
             raise _took_too_long(document_id, f"{self._limit.wall_s:g} s") from None

@@ -17,6 +17,7 @@ from ragcache_retriever.documents.collection import (
 )
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.preparer import DocumentPreparer
+from ragcache_retriever.store.database import Deadlocked
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import Generation, OutboxDelete, Recipe, StoredCollection
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -31,6 +32,7 @@ INDEX_KINDS = {
 }
 MAX_COLLECTIONS = 1000
 REMOVED_AT_ONCE = 1024
+_DELETE_ATTEMPTS = 3
 """Chunks that one transaction removes of a collection that is deleted."""
 
 
@@ -145,6 +147,10 @@ class CollectionSet:
     async def delete(self, name: str) -> CollectionRemoval:
         """Delete a collection. Its documents are no longer found; they are removed in steps."""
         self.get(name)
+        for _ in range(_DELETE_ATTEMPTS - 1):
+            # The build of an index may hold the table that this removes, and have ended by now.
+            with contextlib.suppress(Deadlocked):
+                return await self.threads.write(self._delete, name)
         return await self.threads.write(self._delete, name)
 
     async def adopt_embedder(self) -> None:
@@ -226,6 +232,7 @@ class CollectionSet:
     def _delete(self, name: str) -> CollectionRemoval:
         stored = self.store.collections.one(name)
         with self.store.database.transaction(frees_space=True):
+            self.store.operations.cancel(name, None, self.threads.now_ms())
             self.store.collections.start_deleting(name)
             step = self.store.documents.remove_of_collection(
                 name, REMOVED_AT_ONCE, self.threads.now_ms()

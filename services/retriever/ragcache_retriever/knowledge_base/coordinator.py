@@ -19,6 +19,7 @@ from ragcache_retriever.knowledge_base.catch_up import ChangeFollower
 from ragcache_retriever.knowledge_base.collections import CollectionRemoval, CollectionSet
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.knowledge_base.ingestion import Ingestion
+from ragcache_retriever.knowledge_base.later_writes import LaterWrites
 from ragcache_retriever.knowledge_base.remake import Remake
 from ragcache_retriever.knowledge_base.searching import Searching
 from ragcache_retriever.preparer import DocumentPreparer
@@ -57,6 +58,7 @@ class KnowledgeBase:
         self.collections = CollectionSet(store, self._indexes, self.threads, preparer, defaults)
         self.ingestion = Ingestion(self.collections)
         self.searching = Searching(self.collections, ranking)
+        self.later_writes = LaterWrites(self.collections, self.ingestion)
         self._remake = Remake(self.collections, self.ingestion)
         self._follower = ChangeFollower(self.collections, self._remake)
 
@@ -78,11 +80,13 @@ class KnowledgeBase:
         await self.threads.write(self.collections.add_missing)
         self.collections.is_loaded = True
         self._remake.start()
+        await self.later_writes.start()
         self._follower.start()
 
     async def close(self) -> None:
         """Wait for the running write, then release threads, embedder and files."""
         await self._follower.close()
+        await self.later_writes.stop()
         await self._remake.stop()
         await self.preparer.close()
         await asyncio.to_thread(self.searching.close)

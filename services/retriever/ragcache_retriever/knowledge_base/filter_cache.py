@@ -2,7 +2,8 @@
 
 The filters of access by key recur in every search, and a broad one passes most rows. Rows stay
 known until documents of their generation change. Searches that want the same rows at the same time
-share one evaluation: under ingestion no rows stay known for long.
+share one evaluation: under ingestion no rows stay known for long. The keys that ask take turns
+(``scheduling.turns``), so costly filters of one key delay only its own other filters.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from typing import TypeAlias
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.retrieval.filters import Filter, simplified
+from ragcache_core.scheduling.turns import Turns
 from ragcache_retriever.knowledge_base.indexes import GenerationIndexes
 from ragcache_retriever.store.document_store import DocumentStore
 from ragcache_retriever.store.records import Rows
+from ragcache_wire.asking import asker
 
 MAX_BYTES = 64 << 20
 """Most bytes of rows. A million rows take 8 MiB."""
-NUM_THREADS = 2
+NUM_THREADS = 3
 """Filters that are evaluated at once. Searches without a filter never wait for them."""
+MOST_OF_ONE = NUM_THREADS - 1
+"""Filters of one key that are evaluated at once."""
 LIMIT_S = 5.0
 """Longest evaluation of a filter. One condition takes about 0.3 s for each million documents."""
 _POLL_S = 0.05
@@ -52,11 +57,14 @@ class _Evaluation:
     """A filter that is evaluated once for all searches that wait for it.
 
     Attributes:
+        askers: Keys that want the rows, by their names.
         version: Of the generation when it began. None: it has not begun.
     """
 
     key: _Key
     waiting: list[_Cancelled] = field(default_factory=list)
+    askers: set[str] = field(default_factory=set)
+    is_taken: bool = False
     version: int | None = None
     rows: Future[Rows] = field(default_factory=Future)
 
@@ -76,7 +84,8 @@ class FilterCache:
         self._max_bytes = max_bytes
         self._threads = ThreadPoolExecutor(NUM_THREADS, "filter")
         self._is_closed = False
-        self._lock = threading.Lock()  # guards the four below
+        self._lock = threading.Lock()  # guards the five below
+        self._turns: Turns[str, _Evaluation] = Turns(MOST_OF_ONE)
         self._known: OrderedDict[_Key, _KnownRows] = OrderedDict()
         self._num_bytes = 0
         self._current: dict[_Key, _Evaluation] = {}
@@ -89,9 +98,10 @@ class FilterCache:
         """Return the rows of ``allowed_rows`` when they are known, without waiting for them.
 
         The caller must not cancel the future, which others share. It raises what ``allowed_rows``
-        raises.
+        raises. It is work of the key that asks (``ragcache_wire.asking``).
         """
         key = (generation, simplified(wanted))
+        name = asker()
         version = self._version(generation)
         with self._lock:
             known = self._known.get(key)
@@ -103,12 +113,18 @@ class FilterCache:
             if self._is_closed:
                 raise Unavailable("retriever", "it is stopping")
             evaluation = self._current.get(key)
+            is_next = False
             if evaluation is None:
                 evaluation = self._current[key] = _Evaluation(key)
-                self._threads.submit(self._evaluate, evaluation)
             elif evaluation.version is not None and evaluation.version != version:
-                evaluation = self._next.setdefault(key, _Evaluation(key))
+                evaluation, is_next = self._next.setdefault(key, _Evaluation(key)), True
             evaluation.waiting.append(cancelled)
+            if name not in evaluation.askers:
+                evaluation.askers.add(name)
+                if not (is_next or evaluation.is_taken):
+                    # A second key need not wait for the turn of the first one.
+                    self._turns.add(name, evaluation)
+                    self._threads.submit(self._work)
             return evaluation.rows
 
     def allowed_rows(
@@ -140,6 +156,19 @@ class FilterCache:
             self._is_closed = True
         self._threads.shutdown(wait=True)
 
+    def _work(self) -> None:
+        """Evaluate filters in turns, until none may begin."""
+        while True:
+            with self._lock:
+                turn = self._turns.take(lambda evaluation: not evaluation.is_taken)
+                if turn is None:
+                    return
+                name, evaluation = turn
+                evaluation.is_taken = True
+            self._evaluate(evaluation)
+            with self._lock:
+                self._turns.finish(name)
+
     def _evaluate(self, evaluation: _Evaluation) -> None:
         """Evaluate a filter and tell all that wait. It raises no error."""
         key = evaluation.key
@@ -153,6 +182,8 @@ class FilterCache:
                     del self._current[key]
                 else:
                     self._current[key] = following
+                    for name in sorted(following.askers):
+                        self._turns.add(name, following)
                 if not isinstance(found, Exception) and evaluation.version is not None:
                     self._keep(key, _KnownRows(found, evaluation.version))
                 break
@@ -160,11 +191,6 @@ class FilterCache:
             evaluation.rows.set_exception(found)
         else:
             evaluation.rows.set_result(found)
-        if following is not None:
-            try:
-                self._threads.submit(self._evaluate, following)
-            except RuntimeError:  # closed, so that it ends at once
-                self._evaluate(following)
 
     def _attempt(self, evaluation: _Evaluation) -> Rows | Exception:
         end_s = time.monotonic() + LIMIT_S

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from ragcache_core.documents.passages import document_name, passage_label
 from ragcache_core.errors import NotFound
 from ragcache_retriever.knowledge_base.collections import CollectionSet
-from ragcache_retriever.preparer import embedded_text
+from ragcache_retriever.preparer import EMBED_LIMIT_S, LATER_EMBED_LIMIT_S, embedded_text
+from ragcache_retriever.store.operations import OperationState
 from ragcache_retriever.store.records import (
     ChunkSet,
     Document,
@@ -46,6 +48,10 @@ class UpsertResult:
     texts: tuple[str, ...] = ()
 
 
+class OperationEnded(Exception):
+    """An operation was cancelled before its document was written."""
+
+
 class Ingestion:
     """Changes documents, one at a time for each id, and reads them."""
 
@@ -58,24 +64,33 @@ class Ingestion:
             weakref.WeakValueDictionary()
         )
 
-    async def upsert(self, collection: str, document: Document) -> UpsertResult:
+    async def upsert(
+        self, collection: str, document: Document, operation: int | None = None
+    ) -> UpsertResult:
         """Insert or replace a document. It is durable and searchable afterwards.
 
         If the index does not answer, searches by words find the document at once, and searches by
         vectors as soon as the index has caught up.
 
+        Args:
+            operation: Row of the operation that this ends. Nothing waits for the result, so the
+                embedder has more time. None: a caller waits, and sends the deletes.
+
         Raises:
             NotFound: There is no such collection.
             InvalidInput: The document takes too long to split, or the embedder refuses it.
-            TooLarge: The document exceeds a quota of the collection.
+            TooLarge: The document exceeds a quota of the collection, or takes too long to embed.
+            OperationEnded: The operation is no longer pending. Nothing has changed.
             Unavailable: The embedder does not answer, the document cannot be split now, or the
                 disk is full.
         """
         self._collections.get(collection)
         content_hash = await self._threads.read(document.content_hash)
-        async with self._document_lock(collection, document.id):
-            result = await self._put(collection, document, content_hash)
-        if not result.changed:
+        # A later change of the document cancels an operation, and does not wait for it.
+        lock = self._document_lock(collection, document.id) if operation is None else nullcontext()
+        async with lock:
+            result = await self._put(collection, document, content_hash, operation)
+        if operation is None and not result.changed:
             # The gateway of the first attempt may have ended before it sent the deletes.
             pending = await self._threads.write(self._claim_of, collection, document.id)
             result = replace(result, deletes=pending or ())
@@ -116,19 +131,30 @@ class Ingestion:
         return await self._threads.read(self._store.reads.page, collection, after, limit)
 
     async def prepare(
-        self, collection: str, document: Document, present: StoredDocument | None, to: Generation
+        self,
+        collection: str,
+        document: Document,
+        present: StoredDocument | None,
+        to: Generation,
+        embed_limit_s: float | None = None,
     ) -> ChunkSet:
         """Split and embed a document for a generation.
 
         Texts that are stored with an embedding of the same embedder are not embedded again.
+
+        Args:
+            embed_limit_s: See ``DocumentPreparer.prepare``.
         """
         known: dict[str, Vectors] = {}
         if present is not None and self._preparer.can_embed(to.recipe):
             known = await self._threads.read(self._known_embeddings, collection, present)
-        return await self._preparer.prepare(document, to.recipe, known)
+        return await self._preparer.prepare(document, to.recipe, known, embed_limit_s)
 
-    async def _put(self, collection: str, document: Document, content_hash: str) -> UpsertResult:
-        """Upsert a document. The caller holds the document's lock."""
+    async def _put(
+        self, collection: str, document: Document, content_hash: str, operation: int | None
+    ) -> UpsertResult:
+        """Upsert a document. Without an operation, the caller holds the document's lock."""
+        limit_s = EMBED_LIMIT_S if operation is None else LATER_EMBED_LIMIT_S
         while True:
             # The writer thread reads: a write whose caller was cancelled may still be running.
             present = await self._threads.write(self._store.reads.find, collection, document.id)
@@ -141,9 +167,11 @@ class Ingestion:
             version = DocumentVersion(content_hash, updated_unix_ms)
             # The serving generation first, and then the one that is built.
             prepare = functools.partial(self.prepare, collection, document, present)
-            chunk_sets = {generation.row: await prepare(generation) for generation in generations}
+            chunk_sets = {
+                generation.row: await prepare(generation, limit_s) for generation in generations
+            }
             change = await self._threads.write(
-                self._write, collection, document, version, chunk_sets
+                self._write, collection, document, version, chunk_sets, operation
             )
             if change is None:
                 continue
@@ -172,6 +200,7 @@ class Ingestion:
         document: Document,
         version: DocumentVersion,
         chunk_sets: dict[int, ChunkSet],
+        operation: int | None,
     ) -> DocumentChange | None:
         """Replace a document. Return None if its collection changed since it was prepared."""
         # Writing the words of a document takes a core for milliseconds.
@@ -179,37 +208,56 @@ class Ingestion:
         generations = self._collections.get(collection).generations
         if chunk_sets.keys() != {generation.row for generation in generations}:
             return None
+        now_ms = self._threads.now_ms()
         with self._store.database.transaction():
+            if operation is None:
+                self._store.operations.cancel(collection, document.id, now_ms)
+            else:
+                num_chunks = len(chunk_sets[generations[0].row].chunks)
+                told = {"changed": True, "chunks": num_chunks}
+                done = OperationState.DONE
+                if not self._store.operations.finish(operation, done, told, now_ms):
+                    raise OperationEnded
             change = self._store.documents.replace(
                 collection,
                 document,
                 version,
                 chunk_sets,
-                now_ms=self._threads.now_ms(),
-                claim=True,
+                now_ms=now_ms,
+                claim=operation is None,
             )
             self._store.database.commit()
         self._collections.indexes.apply(change.indexes)
         return change
 
     def _delete(self, collection: str, document_id: str) -> tuple[OutboxDelete, ...] | None:
+        now_ms = self._threads.now_ms()
         with self._store.database.transaction(frees_space=True):
-            change = self._store.documents.delete(collection, document_id, self._threads.now_ms())
+            was_pending = self._store.operations.cancel(collection, document_id, now_ms)
+            change = self._store.documents.delete(collection, document_id, now_ms)
             self._store.database.commit()
         if change is None:
-            return self._claim_of(collection, document_id)
+            claimed = self._claim_of(collection, document_id)
+            return () if claimed is None and was_pending else claimed
         self._collections.indexes.apply(change.indexes)
         return change.deletes
 
     def _claim_of(self, collection: str, document_id: str) -> tuple[OutboxDelete, ...] | None:
-        """Claim the pending deletes of a document; None if the outbox does not know it."""
+        """Claim the pending deletes of a document; None if the outbox does not know it.
+
+        What is written later of the document is cancelled: the caller has just asked for what is
+        stored.
+        """
+        now_ms = self._threads.now_ms()
+        pending: tuple[OutboxDelete, ...] | None = None
         with self._store.database.transaction(frees_space=True):
-            if not self._store.outbox.knows(collection, document_id):
-                return None
-            pending = self._store.outbox.claim_of(
-                collection, document_id, self._threads.now_ms(), is_repeated=True
-            )
-            self._store.database.commit()
+            was_pending = self._store.operations.cancel(collection, document_id, now_ms)
+            if self._store.outbox.knows(collection, document_id):
+                pending = self._store.outbox.claim_of(
+                    collection, document_id, now_ms, is_repeated=True
+                )
+            if was_pending or pending is not None:
+                self._store.database.commit()
         return pending
 
     def _document_lock(self, collection: str, document_id: str) -> asyncio.Lock:

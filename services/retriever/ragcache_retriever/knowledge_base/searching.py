@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import threading
 import time
@@ -100,7 +101,8 @@ class Searching:
 
         # The thread does not wait for the reader of the stages, so a slow reader holds no thread.
         try:
-            searching = loop.run_in_executor(self._threads.readers, run)
+            context = contextvars.copy_context()
+            searching = loop.run_in_executor(self._threads.readers, context.run, run)
         except RuntimeError:  # the threads have ended
             counted.close()
             raise

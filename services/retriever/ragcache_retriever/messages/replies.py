@@ -10,6 +10,7 @@ from typing import TypeVar
 from ragcache_core.documents.passages import document_name, passage_label
 from ragcache_core.errors import TooLarge
 from ragcache_retriever.ranking.search import SearchStage
+from ragcache_retriever.store.operations import Operation, OperationState
 from ragcache_retriever.store.records import OutboxDelete, StoredChunk, StoredDocument
 from ragcache_wire.channel import MAX_MESSAGE_BYTES
 from ragcache_wire.v1 import retriever_pb2 as pb
@@ -30,6 +31,30 @@ def document_message(collection: str, stored: StoredDocument, *, with_text: bool
         num_chunks=stored.num_chunks,
         content_hash=stored.content_hash,
         updated_unix_ms=stored.updated_unix_ms,
+    )
+
+
+_STATES = {
+    OperationState.PENDING: pb.OPERATION_STATE_PENDING,
+    OperationState.DONE: pb.OPERATION_STATE_DONE,
+    OperationState.FAILED: pb.OPERATION_STATE_FAILED,
+    OperationState.CANCELLED: pb.OPERATION_STATE_CANCELLED,
+}
+
+
+def operation_message(operation: Operation) -> pb.Operation:
+    """Return the message of an operation."""
+    result = operation.result
+    return pb.Operation(
+        id=operation.id,
+        collection=operation.collection,
+        document_id=operation.document_id,
+        state=_STATES[operation.state],
+        created_unix_ms=operation.created_unix_ms,
+        updated_unix_ms=operation.updated_unix_ms,
+        changed=bool(result.get("changed")),
+        num_chunks=int(result.get("chunks", 0)),
+        error=json.dumps(result["error"]) if "error" in result else "",
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 from sqlalchemy import Table
 
+from ragcache_core.errors import Unavailable
 from ragcache_retriever.store.records import DiskUse, Rows
 from ragcache_retriever.store.statements import Statement
 
@@ -19,6 +20,10 @@ Row: TypeAlias = tuple[Any, ...]
 Sql: TypeAlias = Statement | str
 """A statement of all databases, or the SQL of this one."""
 Parameters: TypeAlias = Sequence[Any] | Mapping[str, Any]
+
+
+class Deadlocked(Unavailable):
+    """The database has undone a transaction, because it and another one waited for each other."""
 
 
 class Database(Protocol):

@@ -11,6 +11,7 @@ from ragcache_retriever.store.collections import Collections
 from ragcache_retriever.store.database import Database
 from ragcache_retriever.store.documents import Documents
 from ragcache_retriever.store.generation_tables import EmbeddingTables, LexicalTables
+from ragcache_retriever.store.operations import OperationTable
 from ragcache_retriever.store.outbox import Outbox
 from ragcache_retriever.store.reads import DocumentReads
 from ragcache_retriever.store.usage import UsageTable
@@ -35,6 +36,7 @@ class DocumentStore(Generic[D_co]):
     reads: DocumentReads
     outbox: Outbox
     usage: UsageTable
+    operations: OperationTable
 
 
 def store_in(database: D, lexical: LexicalTables, embeddings: EmbeddingTables) -> DocumentStore[D]:
@@ -51,4 +53,5 @@ def store_in(database: D, lexical: LexicalTables, embeddings: EmbeddingTables) -
         DocumentReads(database),
         outbox,
         UsageTable(database),
+        OperationTable(database),
     )

@@ -208,6 +208,32 @@ usage_senders = Table(  # the last deltas of each gateway, so that none are adde
     sqlite_with_rowid=False,
 )
 
+operations = Table(  # documents that are written later
+    "operations",
+    _schema,
+    _row(),
+    Column("id", Text, nullable=False, unique=True),
+    Column("owner", PLAIN_TEXT, nullable=False),  # a tenant; "": callers without one
+    Column("asker", PLAIN_TEXT, nullable=False),  # name of the key whose work it is
+    Column("collection", PLAIN_TEXT, nullable=False),
+    Column("document", PLAIN_TEXT, nullable=False),
+    Column("packed", LargeBinary, nullable=False),  # the document; empty after the end
+    Column("num_bytes", NUMBER, nullable=False),
+    Column("state", Text, nullable=False),  # an OperationState
+    Column("result", Text, nullable=False),  # JSON object
+    Column("claimed_until_ms", NUMBER, nullable=False),
+    Column("created_unix_ms", NUMBER, nullable=False),
+    Column("updated_unix_ms", NUMBER, nullable=False),
+    Index("operations_by_document", "collection", "document"),
+    sqlite_autoincrement=True,
+)
+Index(
+    "operations_pending",
+    operations.c.asker,
+    sqlite_where=operations.c.state == text("'pending'"),
+    postgresql_where=operations.c.state == text("'pending'"),
+)
+
 outbox_position = Table(  # one row: the number of the last removal
     "outbox_position", _schema, Column("sequence", NUMBER, nullable=False)
 )

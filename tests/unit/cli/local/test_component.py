@@ -15,6 +15,7 @@ import pytest
 from ragcache_cli.local.component import LocalComponent, components_from
 from ragcache_cli.local.key_files import (
     ensure_key_file,
+    ensure_store_key,
     plan_key_file,
     platform_key,
     read_api_key,
@@ -82,19 +83,26 @@ def test_the_parts_are_those_of_the_pods(parts: dict[str, LocalComponent], tmp_p
         == store.env["RAGCACHE_CACHESTORE"]
         == store.env["RAGCACHE_LISTEN"]
     )
-    assert store.startup.address == store.readiness.address == store.ports["health"]
+    assert store.startup.url == f"http://{store.ports['health']}/healthz"
+    assert store.readiness.url == f"http://{store.ports['health']}/readyz"
     gateway = parts["gateway"]
     assert str(gateway.ports["http"]) == "127.0.0.1:8123"
-    assert (gateway.readiness.path, gateway.liveness.path) == ("/readyz", "/healthz")
+    assert gateway.readiness.url == "http://127.0.0.1:8123/readyz"
+    assert gateway.liveness.url == "http://127.0.0.1:8123/healthz"
     assert gateway.env["RAGCACHE_CACHESTORE"] == str(store.ports["grpc"])
     engine = parts["engine-main"]
     records = engine.env["RAGCACHE_RECORDS_LISTEN"].rpartition(":")[2]
-    assert gateway.env["RAGCACHE_ENGINES"] == f"http://{engine.ports['http']};records={records}"
+    assert gateway.env["RAGCACHE_ENGINES"] == f"https://{engine.ports['http']};records={records}"
+    assert engine.readiness.url == f"https://{engine.ports['http']}/health"
     assert engine.env["RAGCACHE_CACHESTORE"] == str(store.ports["grpc"])
     keys = str(tmp_path / "data" / "run" / "plan.keys")
     # Other users of the machine reach the ports too, and cannot read the file.
     for part in (gateway, engine, store, parts["retriever"]):
         assert part.env["RAGCACHE_SIGNING_KEY_FILE"] == keys
+        assert part.env["RAGCACHE_TLS_DIR"] == str(tmp_path / "data" / "run" / "tls")
+    for part in (gateway, engine):
+        assert part.env["RAGCACHE_STORE_KEY_FILE"] == str(tmp_path / "data" / "store.key")
+    assert "RAGCACHE_STORE_KEY_FILE" not in store.env
     assert "ragcache_engine.peer_middleware.PeerMiddleware" in engine.command
 
 
@@ -111,6 +119,16 @@ def test_a_key_is_new_each_time_and_nobody_elses(tmp_path: Path) -> None:
         assert not path.exists()
     assert len(set(found)) == 2
     assert theirs.read_text() == ""
+
+
+def test_the_store_key_stays_as_the_values_do(tmp_path: Path) -> None:
+    path = tmp_path / "store.key"
+    ensure_store_key(path)
+    first = path.read_bytes()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(parse_keys("key", first)) == 1
+    ensure_store_key(path)
+    assert path.read_bytes() == first
 
 
 def test_an_engine_publishes_no_events_of_its_cache(parts: dict[str, LocalComponent]) -> None:
@@ -142,7 +160,7 @@ def test_every_engine_is_a_part_and_the_gateway_knows_them_all(tmp_path: Path) -
     engines = [parts["engine-one"], parts["engine-two"]]
     gateway = parts["gateway"]
     assert gateway.env["RAGCACHE_ENGINES"] == ",".join(
-        f"http://{e.ports['http']};records={e.ports['grpc'].port}" for e in engines
+        f"https://{e.ports['http']};records={e.ports['grpc'].port}" for e in engines
     )
 
 
@@ -297,7 +315,14 @@ def test_fields_of_the_gateway_reach_the_local_process(tmp_path: Path, model: Pa
             "reordering": {"windowMilliseconds": 500},
             "layout": "documents-first",
             "rewrite": "model",
-            "auth": {},
+            "oidc": [
+                {
+                    "name": "id",
+                    "issuer": "http://localhost:8443/realms/docs",
+                    "audiences": ["docs"],
+                    "defaultScopes": ["ask"],
+                }
+            ],
             "limits": {"connections": 99},
         },
     )["gateway"]
@@ -312,5 +337,8 @@ def test_fields_of_the_gateway_reach_the_local_process(tmp_path: Path, model: Pa
         "RAGCACHE_MAX_CONNECTIONS": "99",
     }
     assert given.items() <= gateway.env.items()
+    # Tokens need keys beside them, and may come from this machine.
+    assert '"issuer":"http://localhost:8443/realms/docs"' in gateway.env["RAGCACHE_OIDC"]
+    assert gateway.env["RAGCACHE_ISSUER_NETWORKS"] == "0.0.0.0/0,::/0"
     # One machine needs no second port.
     assert "RAGCACHE_ADMIN_LISTEN" not in gateway.env

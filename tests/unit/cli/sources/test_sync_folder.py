@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ragcache_cli.sources import reading
+from ragcache_cli.sources.documents import documents_in, read_content
 from ragcache_cli.sources.read import read_folder
 from ragcache_core.errors import InvalidInput
 
@@ -45,6 +46,18 @@ def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
     found = read_folder("here", tmp_path / "volume")
     assert [file.id for file in found.files] == ["docs/a.md"]
     assert [one.id for one in found.refused] == ["docs/out.md", "docs/up.md"]
+
+
+@pytest.mark.parametrize("name", ["a.md", "a.jsonl"])
+def test_a_file_that_becomes_a_link_out_is_not_read(tmp_path: Path, name: str) -> None:
+    write(tmp_path, f"volume/docs/{name}", f"outside/{name}")
+    [found] = read_folder("here", tmp_path / "volume").files
+    assert read_content(found) == f"volume/docs/{name}".encode()
+    (tmp_path / "volume/docs").rename(tmp_path / "volume/before")
+    (tmp_path / "volume/docs").symlink_to(tmp_path / "outside")
+    [document] = documents_in([found])
+    with pytest.raises(InvalidInput, match="link out of its source"):
+        read_content(document)
 
 
 def test_a_path_that_is_a_link_out_is_refused(tmp_path: Path) -> None:

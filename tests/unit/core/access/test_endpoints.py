@@ -23,6 +23,7 @@ from ragcache_core.access.endpoints import allowed_scopes, is_on_ask_port, plain
         ("/v1/documents", Scope.WRITE, False),
         ("/v1/documents:batch", Scope.WRITE, False),
         ("/v1/documents/a/b.md", Scope.WRITE, False),
+        ("/v1/operations/7c0e", Scope.WRITE, False),
         ("/v1/collections/docs", Scope.WRITE, False),
         ("/v1/backup", Scope.ADMIN, False),
         ("/v1/status", Scope.ADMIN, False),

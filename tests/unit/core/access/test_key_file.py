@@ -144,7 +144,8 @@ def test_a_caller_has_the_rules_of_its_tenant() -> None:
     tokens = QuotaLimit(QuotaResource.TOKENS, Period.DAY, 5)
     assert caller.rules == TenantRules(2.0, (tokens,))
     assert caller.cached_token_price == 0.5
-    assert table.rules == {"red": caller.rules}
+    assert table.listed == {"red": caller.rules, "gone": TenantRules()}
+    assert table.cached_token_price == 0.5
 
 
 @pytest.mark.parametrize(
@@ -302,7 +303,7 @@ def test_limits_of_requests_at_once_and_reserved_shares_are_read() -> None:
     table = parse_key_file(content.encode(), read_filter)
     [caller] = table.callers.values()
     assert (caller.max_concurrent, caller.rules.max_concurrent) == (4, 8)
-    assert table.rules["red"].reserved_share == 0.25
+    assert table.listed["red"].reserved_share == 0.25
 
 
 @pytest.mark.parametrize(

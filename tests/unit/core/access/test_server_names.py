@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,3 +63,10 @@ def test_names_are_those_of_the_secret() -> None:
     assert NAMES.of("a:1") == ServerNames(b"s" * 32).of("a:1")
     assert NAMES.of("a:1") != ServerNames(b"t" * 32).of("a:1")
     assert NAMES.of("a:1") != NAMES.of("a:2")
+
+
+@pytest.mark.parametrize("text", [":" * 100_000 + "g", "a+" * 50_000, "[::" + ":" * 100_000])
+def test_a_text_without_an_address_takes_linear_time(text: str) -> None:
+    began = time.thread_time()
+    NAMES.replace_in(text)
+    assert time.thread_time() - began < 1

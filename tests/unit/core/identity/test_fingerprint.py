@@ -252,7 +252,7 @@ def test_a_text_config_that_is_no_object_is_refused() -> None:
 def test_the_two_rotations_of_longrope_are_two_spaces(field: str) -> None:
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
     config = CONFIG | {field: rope}
-    short, edge, long = (kv_space("f", config, "float16", n) for n in (100, 4096, 4097))
+    short, edge, long = (kv_space("f", config, "float16", max_length=n) for n in (100, 4096, 4097))
     assert short == edge == kv_space("f", config, "float16")
     assert long != short
-    assert kv_space("f", CONFIG, "float16", 4097) == kv_space("f", CONFIG, "float16", 100)
+    assert kv_space("f", CONFIG, "float16", max_length=4097) == kv_space("f", CONFIG, "float16")

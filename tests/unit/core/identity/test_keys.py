@@ -98,3 +98,12 @@ def test_keys_of_another_length_are_rejected(good: bytes, bad: bytes) -> None:
         VariantKey(good, bad)
     with pytest.raises(ValueError, match="16 bytes"):
         VariantKey(bad, good)
+
+
+@given(token_lists)
+def test_names_are_unknown_without_the_store_key(tokens: list[int]) -> None:
+    one, other = (replace(SPACE, name_key=bytes([n]) * 32) for n in (1, 2))
+    assert len({chunk_key(space, "public", tokens) for space in (SPACE, one, other)}) == 3
+    assert len({prefix_key(tokens, space=space) for space in (SPACE, one, other)}) == 3
+    assert SPACE.digest() == one.digest()  # it is published
+    assert (b"\1" * 32).hex() not in repr(one)

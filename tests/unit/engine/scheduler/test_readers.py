@@ -63,14 +63,14 @@ def test_a_chunk_after_documents_that_a_prompt_lacks_needs_the_right_to_read_the
     assert loaded(engine, make_prompt(C, B), asks) == expected
 
 
-def test_a_prompt_with_all_of_the_documents_takes_the_chunk_whoever_asks() -> None:
+def test_a_prompt_with_all_of_the_documents_takes_the_chunk_for_every_caller() -> None:
     engine = BlendHarness()
     store(engine, make_prompt(A, B, C), RED)
     assert loaded(engine, make_prompt(B, A), BLUE) == [B.start, A.start]
     assert loaded(engine, make_prompt(A, C), BLUE) == [A.start], "C was computed after B, too"
 
 
-def test_the_same_prompt_is_exact_whoever_asks() -> None:
+def test_the_same_prompt_is_exact_for_every_caller() -> None:
     engine = BlendHarness()
     store(engine, make_prompt(A, B, C), RED)
     assert loaded(engine, make_prompt(A, B, C), BLUE) == [A.start, B.start, C.start]

@@ -22,6 +22,7 @@ from ragcache_engine.telemetry.request_records import RequestRecords, serve_reco
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.clients.feed_client import ENGINE_FEED, SHARD_FEED, FeedClient, FeedNotServed
 from ragcache_wire.feeds.engine_load import from_load_message
+from ragcache_wire.peers.credentials import Credentials
 from ragcache_wire.v1 import node_feed_pb2 as pb
 from ragcache_wire.watched.signing_keys import SigningKeys
 
@@ -46,7 +47,7 @@ def address(feed: EngineFeed) -> Iterator[str]:
 
 @pytest.fixture
 async def client(address: str) -> AsyncIterator[FeedClient]:
-    client = FeedClient(address, ENGINE_FEED, None)
+    client = FeedClient(address, ENGINE_FEED)
     yield client
     await client.close()
 
@@ -72,21 +73,21 @@ async def test_a_reader_without_the_engines_key_is_refused(tmp_path: Path) -> No
         (tmp_path / name).write_text(text)
     own, other = SigningKeys(tmp_path / "own"), SigningKeys(tmp_path / "other")
     address = f"127.0.0.1:{free_port()}"
-    server = serve_records(RequestRecords(), ReuseCosts(), address, EngineFeed(), own)
+    server = serve_records(RequestRecords(), ReuseCosts(), address, EngineFeed(), Credentials(own))
     for keys in (None, other):
-        refused = FeedClient(address, ENGINE_FEED, keys)
+        refused = FeedClient(address, ENGINE_FEED, Credentials(keys))
         with pytest.raises(Unauthenticated):
             await anext(refused.watch())
         await refused.close()
-        refused_client = EngineClient(address, keys)
+        refused_client = EngineClient(address, Credentials(keys))
         for call in (refused_client.costs(), refused_client.request_record("r")):
             with pytest.raises(Unauthenticated):
                 await call
         await refused_client.close()
-    client = EngineClient(address, own)
+    client = EngineClient(address, Credentials(own))
     assert not (await client.costs()).loads
     await client.close()
-    admitted = FeedClient(address, ENGINE_FEED, own)
+    admitted = FeedClient(address, ENGINE_FEED, Credentials(own))
     async with aclosing(admitted.watch()) as messages:
         assert (await anext(messages)).snapshot == pb.NodeChanges.BEGIN
     await admitted.close()
@@ -96,7 +97,7 @@ async def test_a_reader_without_the_engines_key_is_refused(tmp_path: Path) -> No
 async def test_an_engine_on_the_network_without_a_key_has_no_feed() -> None:
     port = free_port()
     server = serve_records(RequestRecords(), ReuseCosts(), f"0.0.0.0:{port}", EngineFeed())
-    client = FeedClient(f"127.0.0.1:{port}", ENGINE_FEED, None)
+    client = FeedClient(f"127.0.0.1:{port}", ENGINE_FEED)
     with pytest.raises(Unauthenticated, match="RAGCACHE_SIGNING_KEY_FILE"):
         await anext(client.watch())
     await client.close()
@@ -109,7 +110,7 @@ async def test_readers_are_bounded_and_one_that_leaves_makes_space(
     monkeypatch.setattr(request_records, "MAX_WATCHERS", 2)
     address = f"127.0.0.1:{free_port()}"
     server = serve_records(RequestRecords(), ReuseCosts(), address, EngineFeed())
-    client = FeedClient(address, ENGINE_FEED, None)
+    client = FeedClient(address, ENGINE_FEED)
     watches = [client.watch() for _ in range(2)]
     for messages in watches:
         await anext(messages)
@@ -130,7 +131,7 @@ async def test_readers_are_bounded_and_one_that_leaves_makes_space(
 
 
 async def test_a_service_of_another_kind_has_no_such_feed(address: str) -> None:
-    client = FeedClient(address, SHARD_FEED, None)
+    client = FeedClient(address, SHARD_FEED)
     with pytest.raises(FeedNotServed):
         await anext(client.watch())
     await client.close()

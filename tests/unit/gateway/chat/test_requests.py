@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ragcache_core.errors import InvalidInput
+from ragcache_core.access.json_bounds import MAX_VALUES
+from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_core.identity.packed_ids import PackedIds
 from ragcache_core.plan.prompt import assemble
 from ragcache_core.plan.reuse_plan import ReusePlan
@@ -441,6 +443,21 @@ def test_arguments_that_no_prompt_can_have_are_refused(arguments: str, problem: 
     with pytest.raises(InvalidInput, match=problem) as caught:
         read_conversation(request)
     assert caught.value.field.startswith("messages[0].tool_calls[0].function.arguments")
+
+
+def test_the_arguments_of_all_tool_calls_together_are_bounded() -> None:
+    def asked(num_calls: int, arguments: str) -> ChatRequest:
+        calls = [{"id": "c", "function": {"name": "look", "arguments": arguments}}]
+        turn = {"role": "assistant", "content": None, "tool_calls": calls}
+        return read(messages=[{"role": "user", "content": "Why?"}, *[turn] * num_calls])
+
+    many = json.dumps({"a": [0] * 900})
+    assert read_conversation(asked(5, many))
+    with pytest.raises(TooLarge, match=f"with those before it, over {MAX_VALUES} values") as caught:
+        read_conversation(asked(6, many))
+    assert caught.value.field == "messages[6].tool_calls[0].function.arguments"
+    # Signs within texts are no values.
+    assert read_conversation(asked(6, json.dumps({"code": "f(a, [b], {c})," * 900})))
 
 
 @pytest.mark.parametrize("arguments", ["{not json", "[1]", "", None])

@@ -15,6 +15,7 @@ NO_DOCUMENTS = {
     "/v1/embeddings",
     "/v1/models",
     "/v1/models/{name:path}",
+    "/v1/operations/{id}",
     "/v1/quality",
     "/v1/rerank",
     "/v1/status",

@@ -20,6 +20,7 @@ from ragcache_core import store_api
 from ragcache_core.errors import InvalidInput, NotFound, RagCacheError, TooLarge, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import (
+    TAG_BYTES,
     Codec,
     Influence,
     Miss,
@@ -27,6 +28,7 @@ from ragcache_core.identity.variant import (
     Precision,
     Provenance,
     Tier,
+    ValueHeader,
     ValuePart,
     ValueShape,
     VariantInfo,
@@ -113,7 +115,8 @@ held = st.builds(
     wants_higher_precision=st.booleans(),
     influence=influences,
 )
-told_misses = st.sampled_from([miss for miss in Miss if miss not in {Miss.TIMED_OUT, Miss.LOST}])
+OWN_MISSES = {Miss.TIMED_OUT, Miss.LOST, Miss.FORGED}  # no store tells them
+told_misses = st.sampled_from([miss for miss in Miss if miss not in OWN_MISSES])
 variants = st.builds(
     store_api.ChunkVariants, st.lists(held, min_size=1, max_size=3).map(tuple), st.none()
 ) | st.builds(store_api.ChunkVariants, st.just(()), told_misses)
@@ -214,8 +217,9 @@ def test_a_completion_round_trips(checksums: tuple[int, ...], cost_s: float) -> 
 @given(new_variants(), st.sampled_from(Tier))
 def test_a_value_header_round_trips(new: store_api.NewVariant, tier: Tier) -> None:
     sizes = enumerate(new.part_bytes)
-    told = (new.info, tuple(ValuePart(n, i) for i, n in sizes), new.shape, new.value_format, tier)
-    header = conversions.to_value_header(3, *told)
+    parts = tuple(ValuePart(n, i) for i, n in sizes)
+    told = ValueHeader(new.info, parts, new.shape, new.value_format, tier, bytes(TAG_BYTES))
+    header = conversions.to_value_header(3, told)
     read = conversions.from_value_header("f", pb.GetHeader.FromString(header.SerializeToString()))
     assert read == told
 
@@ -225,7 +229,7 @@ def test_outcomes_round_trip(outcome: store_api.PutOutcome) -> None:
     assert conversions.from_outcome(conversions.to_outcome(outcome)) is outcome
 
 
-@pytest.mark.parametrize("miss", [m for m in Miss if m not in {Miss.TIMED_OUT, Miss.LOST}])
+@pytest.mark.parametrize("miss", [m for m in Miss if m not in OWN_MISSES])
 def test_misses_round_trip(miss: Miss) -> None:
     assert conversions.from_miss(conversions.to_miss(miss)) is miss
     assert conversions.from_miss(pb.MISS_UNSPECIFIED) is None

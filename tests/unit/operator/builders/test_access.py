@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from ragcache_operator.builders.keys import (
     api_key_secret_name,
 )
 from ragcache_operator.builders.placement import ClusterPlacement
+from ragcache_wire.settings import GatewaySettings
 from tests.kit.operator import (
     NAMESPACE,
     UID,
@@ -91,6 +93,34 @@ def test_only_an_explicit_false_opens_the_gateway() -> None:
         children = build(gateway=spec)
         assert ("RAGCACHE_API_KEYS_FILE" in env_of(children, "gateway")) == has_keys
         assert (key_volume(children) is not None) == has_keys
+
+
+def test_the_gateway_gets_the_issuers_and_the_networks_that_the_administrator_opened() -> None:
+    given = {
+        "name": "id",
+        "issuer": "https://id.example.com/realms/docs",
+        "audiences": ["docs"],
+        "scopes": {"ask": ["reader"], "admin": ["root"]},
+        "tenantClaim": "groups",
+        "tenants": {"/teams/red": "red"},
+    }
+    cache = make_cache(gateway={"oidc": [given]}, tls={"enabled": False})
+    for networks, shown in (((), None), (("10.2.0.0/16", "fd12::/16"), "10.2.0.0/16,fd12::/16")):
+        placement = replace(site_of(cache), issuer_networks=networks)
+        env = env_of(build_children(cache, placement), "gateway")
+        assert env.get("RAGCACHE_ISSUER_NETWORKS") == shown
+    start = "RAGCACHE_"
+    files = {f"{start}{part}" for part in ("SIGNING_KEY_FILE", "STORE_KEY_FILE", "TLS_DIR")}
+    given_by_env: dict[str, Any] = {
+        name.removeprefix(start).lower(): value
+        for name, value in env.items()
+        if name.startswith(start) and name not in files
+    }
+    settings = GatewaySettings(**given_by_env)
+    assert settings.oidc == (cache.spec.gateway.oidc[0].rules,)
+    assert settings.oidc[0].scopes[Scope.ADMIN] == ("root",)
+    assert settings.oidc[0].tenants == {"/teams/red": "red"}
+    assert list(map(str, settings.issuer_networks)) == ["10.2.0.0/16", "fd12::/16"]
 
 
 @given(first=st.text(max_size=40), second=st.text(max_size=40))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -21,12 +23,13 @@ from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.autoscaling import REPLICA_RANGE, with_replicas
 from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities, unsupported_features
-from ragcache_operator.builders.keys import signing_secret
+from ragcache_operator.builders.keys import signing_secret, store_key_secret
 from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.spec.manifest import load_manifest
 from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.ragcache import CacheStoreSpec
 from ragcache_wire.settings import CacheStoreSettings, GatewaySettings
+from tests.kit.certificates import issue, write
 from tests.kit.operator import (
     UID,
     Object,
@@ -77,8 +80,18 @@ def test_policies_exist_in_core() -> None:
 
 
 def without_mounts(env: dict[str, str]) -> dict[str, str]:
-    """Return the environment without files, which the service reads at its start."""
-    return {name: value for name, value in env.items() if name != "RAGCACHE_SIGNING_KEY_FILE"}
+    """Return the environment without the keys, and with a certificate that there is.
+
+    The service reads both at its start.
+    """
+    files = {"RAGCACHE_SIGNING_KEY_FILE", "RAGCACHE_STORE_KEY_FILE"}
+    found = {name: value for name, value in env.items() if name not in files}
+    return found | {"RAGCACHE_TLS_DIR": str(certificates())} if "RAGCACHE_TLS_DIR" in env else found
+
+
+@functools.cache
+def certificates() -> Path:
+    return write(Path(tempfile.mkdtemp()), issue())
 
 
 @given(specs)
@@ -117,6 +130,17 @@ def test_components_agree_on_the_model(spec: Object) -> None:
     assert gateway["RAGCACHE_MAX_MODEL_LEN"] == str(cache.spec.model.max_length)
 
 
+def test_a_commit_pins_the_model_of_gateway_retriever_and_engine() -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    children = build(model={"source": f"hf:org/model@{commit}"})
+    arguments = container_of(children, "engine-main")["args"]
+    told = {name: arguments[arguments.index(name) + 1] for name in arguments[:8:2]}
+    assert (told["--model"], told["--served-model-name"]) == ("org/model", "org/model")
+    assert told["--revision"] == told["--tokenizer-revision"] == commit
+    for part in ("gateway", "retriever"):
+        assert env_of(children, part)["RAGCACHE_MODEL"] == f"org/model@{commit}"
+
+
 @pytest.mark.parametrize("example", ["quickstart.yaml", "huggingface.yaml"])
 def test_the_examples_satisfy_current_kubernetes_schemas(example: str) -> None:
     cache = load_manifest(ROOT / "examples" / example)
@@ -134,6 +158,7 @@ def test_the_examples_satisfy_current_kubernetes_schemas(example: str) -> None:
         ({"source": "hf:meta-llama/Llama-3.1-8B-Instruct"}, 16 * 10**9),
         ({"source": "hf:Qwen/Qwen3-0.6B", "dtype": "float32"}, 24 * 10**8),
         ({"source": "hf:Qwen/Qwen3-30B-A3B"}, 60 * 10**9),
+        ({"source": f"hf:Qwen/Qwen3-30B-A3B@{'8' * 40}"}, 60 * 10**9),
         ({"source": "hf:mistralai/Mixtral-8x7B-Instruct-v0.1"}, 112 * 10**9),
         ({"source": "pvc:models/llama-70b"}, 140 * 10**9),
         ({"source": "image:registry.example.com/models/smollm-135m:1"}, 27 * 10**7),
@@ -359,6 +384,21 @@ def test_a_generated_key_is_one_that_services_read() -> None:
     made = signing_secret(cache, ClusterPlacement(cache, tag="1", owner=UID), bytes(range(32)))
     [content] = made["stringData"].values()
     assert parse_keys("keys", content.encode()) == (bytes(range(32)),)
+
+
+@pytest.mark.parametrize("component", ["gateway", "engine", "retriever", "cachestore"])
+def test_gateways_and_engines_alone_get_the_store_key(component: str) -> None:
+    cache = make_cache()
+    placement = ClusterPlacement(cache, tag="1", owner=UID)
+    secret = store_key_secret(cache, placement, bytes(range(32)))["metadata"]["name"]
+    [pod] = [
+        one["spec"]["template"]["spec"]
+        for one in build_children(cache, placement)
+        if one["kind"] in {"Deployment", "StatefulSet"}
+        and one["metadata"]["labels"]["app.kubernetes.io/component"] == component
+    ]
+    mounted = [one["secret"]["secretName"] for one in pod["volumes"] if "secret" in one]
+    assert (secret in mounted) == (component in {"gateway", "engine"})
 
 
 @given(specs)

@@ -13,7 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities
-from ragcache_operator.builders.keys import api_key_secret_name, signing_secret_name
+from ragcache_operator.builders.keys import (
+    api_key_secret_name,
+    signing_secret_name,
+    store_key_secret_name,
+)
 from ragcache_operator.builders.metadata import (
     SPEC_HASH,
     component_of,
@@ -144,7 +148,7 @@ def _of_context(security: Object, whose: str) -> Iterator[str]:
 
 OLDEST = Capabilities(OLDEST_MINOR, custom_metrics=True)
 
-SCHEMALESS = ("HTTPRoute", "PodMonitor")
+SCHEMALESS = ("HTTPRoute", "PodMonitor", "Certificate")
 
 
 @settings(max_examples=15)
@@ -286,6 +290,7 @@ def test_every_referenced_object_exists_or_belongs_to_the_user(spec: Object) -> 
                 site = ClusterPlacement(cache, tag="1", owner=UID)
                 assert volume["secret"]["secretName"] in {
                     signing_secret_name(cache, site),
+                    store_key_secret_name(cache, site),
                     api_key_secret_name(cache, site),
                 }
             if "persistentVolumeClaim" in volume:
@@ -351,7 +356,7 @@ def test_addresses_have_ports_that_pods_listen_on(spec: Object) -> None:
         asked = [*filter(None, [env.get("RAGCACHE_RETRIEVER")])]
         if "RAGCACHE_ENGINES" in env:
             for engine in env["RAGCACHE_ENGINES"].split(","):
-                http, records_port = engine.removeprefix("http://").split(";records=")
+                http, records_port = engine.removeprefix("https://").split(";records=")
                 asked += [http, f"{http.split(':')[0]}:{records_port}"]
         assert set(asked) <= served.keys()
 

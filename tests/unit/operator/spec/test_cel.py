@@ -49,6 +49,7 @@ BYTES_PER_CHARACTER = 4
 # For each string that a rule reads, at least one of these texts matches the pattern.
 TEXTS = (
     *("", "a", "bundled:tinyrag", "bundled:all-minilm-l6-v2", "hf:a", "path:a", "http://e/v1"),
+    "https://e/v1",
     *("5s", "10s", "--model", "--port", "--api-key", "--config", "--nnodes", "--revision"),
     *(
         "http://e:80",
@@ -365,16 +366,19 @@ def test_defaults_keep_the_rules(kind: ResourceKind) -> None:
 
 def samples(schema: Schema) -> list[Any]:
     """Return values of a schema that rules may distinguish."""
-    if "enum" in schema:
-        return list(schema["enum"])
+    if "enum" in schema or schema["type"] == "boolean":
+        return list(schema.get("enum", (False, True)))
     match schema["type"]:
+        case "object" if isinstance(schema.get("additionalProperties"), dict):
+            return [{}, *({"a": one} for one in samples(schema["additionalProperties"])[:1])]
         case "object":
-            fields = schema.get("properties", {})  # a map of labels has none
+            fields = schema.get("properties", {})
             required = {name: samples(fields[name])[0] for name in schema.get("required", ())}
             optional = [
                 {name: value}
                 for name, field in fields.items()
-                if name not in required and (field.get("type") == "object" or "enum" in field)
+                if name not in required
+                and (field.get("type") in ("object", "boolean") or "enum" in field)
                 for value in (field["enum"] if "enum" in field else samples(field)[:1])
             ]
             return [with_defaults(required | one, schema) for one in ({}, *optional)]

@@ -53,6 +53,7 @@ def test_nulls_and_status_are_ignored() -> None:
         ("bundled:tinyrag", "tinyrag"),
         ("bundled:smollm2", "smollm2"),
         ("hf:Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        (f"hf:Qwen/Qwen3-0.6B@{'0' * 40}", "Qwen/Qwen3-0.6B"),
         ("path:/models/llama", "llama"),
         ("path:/models/llama/", "llama"),
         ("path:.", "model"),
@@ -120,7 +121,7 @@ BAD_SPECS = {
     "spec.engines[0].kvmemory: unknown field; did you mean kvMemory?": {
         "engines": [{"kvmemory": "1Gi"}]
     },
-    "spec.gateway.zebra: unknown field; the fields here are port, adminPort, auth, audit, "
+    "spec.gateway.zebra: unknown field; the fields here are port, adminPort, auth, oidc, audit, "
     "replicas, autoscaling, resources, limits, slo, order, maxDisplacement, reordering, layout, "
     "speculation, rewrite, console, allowedHosts, allowedOrigins, ingress, httpRoute, service, "
     "podTemplate": {"gateway": {"zebra": True}},

@@ -12,6 +12,7 @@ from ragcache_operator.spec.manifest import InvalidManifest, parse_unchecked
 from ragcache_operator.spec.rules import CLUSTER_RULES, UPDATE_RULES, find_problems
 from ragcache_operator.spec.validation import (
     ENFORCED_BY_SCHEMA,
+    NO_CEL_FOR_ITEMS,
     NO_CEL_FOR_NAMES,
     NO_CEL_FOR_QUANTITIES,
     Rule,
@@ -31,6 +32,7 @@ RULES = (*CONSISTENCY, *CLUSTER_RULES)
 EVERY: list[Rule] = [*RULES, *UPDATE_RULES]
 REJECTED_BY_WITHOUT_CEL = {
     ENFORCED_BY_SCHEMA: RejectedBy.SCHEMA,
+    NO_CEL_FOR_ITEMS: RejectedBy.OPERATOR,
     NO_CEL_FOR_NAMES: RejectedBy.OPERATOR,
     NO_CEL_FOR_QUANTITIES: RejectedBy.OPERATOR,
 }

@@ -67,11 +67,17 @@ def conditions_of(
 
 
 def pod(
-    name: str = "p", *, ready: bool = False, scheduled: bool = True, **container: Any
+    name: str = "p",
+    *,
+    ready: bool = False,
+    scheduled: bool = True,
+    lacks: str = "",
+    **container: Any,
 ) -> dict[str, Any]:
+    message = f"0/2 nodes: 2 Insufficient {lacks}" if lacks else "0/1 nodes: too little cpu"
     conditions = [
         {"type": "Ready", "status": str(ready)},
-        {"type": "PodScheduled", "status": str(scheduled), "message": "0/1 nodes: too little cpu"},
+        {"type": "PodScheduled", "status": str(scheduled), "message": message},
     ]
     status = {"conditions": conditions, "containerStatuses": [container] if container else []}
     return {"metadata": {"name": name}, "status": status}
@@ -88,6 +94,12 @@ STARTING_ONE = [WorkloadState("w", wanted=1, ready=0, settled=False)]
     ("found", "reason", "words"),
     [
         (pod(scheduled=False), "Unschedulable", "too little cpu"),
+        (pod(scheduled=False, lacks="cpu, 2 Insufficient memory"), "Unschedulable", "memory"),
+        (
+            pod(scheduled=False, lacks="nvidia.com/gpu, 1 Insufficient memory."),
+            "InsufficientGPUs",
+            "no node has a free nvidia.com/gpu; add nodes",
+        ),
         (pod(**waiting("ImagePullBackOff", "no such image")), "ImagePullFailed", "no such image"),
         (pod(**waiting("ErrImageNeverPull")), "ImagePullFailed", "ErrImageNeverPull"),
         (

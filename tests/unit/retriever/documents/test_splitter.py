@@ -30,6 +30,7 @@ from ragcache_retriever.documents.splitter import (
 )
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_retriever.messages.requests import MAX_DOCUMENT_BYTES
+from ragcache_wire.asking import asking
 from ragcache_wire.clients.retriever_client import UPSERT_TIMEOUT_S
 from tests.kit.retriever import tokenizer_of
 from tests.kit.wait import until
@@ -236,3 +237,19 @@ async def test_a_process_with_unread_output_ends(
     with pytest.raises(ValueError, match="Expecting value"):
         async with asyncio.timeout(60):
             await split(splitter)
+
+
+async def test_keys_take_turns(splitter: DocumentSplitter) -> None:
+    order: list[str] = []
+
+    async def split_one(name: str) -> None:
+        await split(splitter, TEXT, name)
+        order.append(name)
+
+    with asking("red"):
+        waiting = [asyncio.create_task(split_one("red")) for _ in range(8)]
+    with asking("blue"):
+        waiting.append(asyncio.create_task(split_one("blue")))
+    await asyncio.gather(*waiting)
+    # After the one that is split, and one of the key that came first.
+    assert order.index("blue") <= 2

@@ -9,6 +9,7 @@ import pytest
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.eviction.admission import ADMISSION_NAMES
+from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.identity.variant import Codec, Precision
 from ragcache_core.tiering.tier_placement import TIER_POLICIES
 from ragcache_wire.settings import (
@@ -21,6 +22,7 @@ from ragcache_wire.settings.field_types import split_address
 from ragcache_wire.settings.gateway import EngineAddress, ModelSettings, models_text
 from ragcache_wire.settings.retriever import BUNDLED_EMBEDDER
 from ragcache_wire.settings.table import ServiceSettings, variable
+from tests.kit.certificates import NAME, issue, write
 from tests.kit.settings import read_settings
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -82,11 +84,11 @@ WRONG: dict[type[ServiceSettings], dict[str, list[str]]] = {
     GatewaySettings: {
         "listen": ["8080", "host:99999"],
         "signing_key_file": ["keys", "/does/not/exist"],
+        "store_key_file": ["store.key", "/does/not/exist"],
         "retriever": ["retriever:port"],
         "engines": [
             "http://engine:8000;records=",
             "engine:8000;records=8001",
-            "https://engine:8000;records=8001",
             "http://engine;records=8001",
             "http://engine:port;records=8001",
             "http://engine:8000/v1;records=8001",
@@ -380,6 +382,18 @@ def test_a_file_of_signing_keys_is_read(tmp_path: Path) -> None:
     assert keys.current() == (bytes.fromhex("ab" * 32),)
 
 
+def test_a_store_key_is_one_key(tmp_path: Path) -> None:
+    assert read(GatewaySettings).store_key_file is None
+    path = tmp_path / "store.key"
+    path.write_text("ab" * 32 + "\n")
+    expected = StoreKey.of_secret(bytes.fromhex("ab" * 32))
+    assert read(GatewaySettings, RAGCACHE_STORE_KEY_FILE=str(path)).store_key_file == expected
+    assert read(EngineSettings, RAGCACHE_STORE_KEY_FILE=str(path)).store_key_file == expected
+    path.write_text("ab" * 32 + "\n" + "cd" * 32 + "\n")
+    with pytest.raises(InvalidInput, match="RAGCACHE_STORE_KEY_FILE: holds 2 keys"):
+        read(GatewaySettings, RAGCACHE_STORE_KEY_FILE=str(path))
+
+
 def test_an_error_says_what_to_set() -> None:
     with pytest.raises(InvalidInput) as refused:
         read(GatewaySettings, RAGCACHE_REUSE="off")
@@ -436,3 +450,24 @@ def test_a_reranker_needs_a_model(source: str) -> None:
     assert caught.value.field == "RAGCACHE_RERANKER_MODEL"
     settings = read(RetrieverSettings, RAGCACHE_RERANKER=source, RAGCACHE_RERANKER_MODEL="m")
     assert (settings.reranker, settings.reranker_model) == (source, "m")
+
+
+def test_an_encrypted_engine_of_the_platform_needs_a_certificate(tmp_path: Path) -> None:
+    engines = "https://engine:8000;records=8001"
+    with pytest.raises(InvalidInput, match=r"^RAGCACHE_TLS_DIR: is not set"):
+        read(GatewaySettings, RAGCACHE_ENGINES=engines)
+    folder = write(tmp_path / "tls", issue())
+    settings = read(GatewaySettings, RAGCACHE_ENGINES=engines, RAGCACHE_TLS_DIR=str(folder))
+    [engine] = settings.engines
+    assert engine.is_tls
+    assert str(engine) == engines
+    assert settings.credentials.certificates is not None
+    assert settings.credentials.certificates.current().name == NAME
+
+
+@pytest.mark.parametrize("missing", ["tls.crt", "tls.key", "ca.crt"])
+def test_a_folder_without_a_file_of_the_certificate_is_named(tmp_path: Path, missing: str) -> None:
+    folder = write(tmp_path / "tls", issue())
+    (folder / missing).unlink()
+    with pytest.raises(InvalidInput, match=rf"^RAGCACHE_TLS_DIR: .*{missing}"):
+        read(GatewaySettings, RAGCACHE_TLS_DIR=str(folder))

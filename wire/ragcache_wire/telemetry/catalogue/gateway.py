@@ -120,6 +120,11 @@ KEYS_STALE: Final = gauge(
     "1",
     "1 while the file of API keys is missing or wrong, and the keys before it stay in use.",
 )
+ISSUERS_FAILING: Final = gauge(
+    "ragcache.gateway.issuers_failing",
+    "{issuer}",
+    "Issuers of tokens whose public keys could not be read at the last try.",
+)
 CLIENT_DISCONNECTS: Final = counter(
     "ragcache.gateway.client_disconnects",
     "{request}",

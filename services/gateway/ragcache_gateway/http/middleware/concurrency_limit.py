@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -27,6 +28,9 @@ from ragcache_gateway.http.middleware.key_check import CALLER
 from ragcache_gateway.http.middleware.request_pools import METERED_PATHS, RequestPools
 from ragcache_gateway.http.middleware.request_span import record_refusal
 from ragcache_gateway.telemetry.metrics import Metrics
+
+MAX_PACES: Final = 10_000
+"""Callers whose refusals are remembered. An issuer of tokens may have more users."""
 
 
 class ConcurrencyLimit:
@@ -47,7 +51,7 @@ class ConcurrencyLimit:
         self._usage = usage
         self._metrics = metrics
         self._held: defaultdict[Owner, HeldSlots] = defaultdict(HeldSlots)
-        self._paces: defaultdict[str, RefusalPace] = defaultdict(RefusalPace)  # by key
+        self._paces: dict[str, RefusalPace] = {}  # by key, the last refused one last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
@@ -87,9 +91,16 @@ class ConcurrencyLimit:
         record_refusal(error, self._metrics)
         if scope["path"] in METERED_PATHS:
             self._usage.add(caller, "", UsageCounts(refusals=1))
-        delay_s = self._paces[caller.name].delay_s(time.monotonic())
+        delay_s = self._pace(caller.name).delay_s(time.monotonic())
         if not delay_s or await _stays(receive, delay_s):
             await response_to(error)(scope, receive, send)
+
+    def _pace(self, name: str) -> RefusalPace:
+        pace = self._paces.pop(name, None) or RefusalPace()
+        self._paces[name] = pace
+        if len(self._paces) > MAX_PACES:
+            del self._paces[next(iter(self._paces))]
+        return pace
 
 
 def _limits_of(caller: Caller) -> Iterator[tuple[Owner, int]]:

@@ -1,4 +1,4 @@
-"""Finds out who asks, by an API key, and refuses what the key does not allow."""
+"""Finds out who asks, by an API key or a token, and refuses what this does not allow."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from ragcache_core.access.server_names import ServerNames
 from ragcache_core.errors import NotFound, RagCacheError
 from ragcache_gateway.audit.notes import note_caller, note_unknown_key
 from ragcache_gateway.auth.api_keys import ApiKeys
-from ragcache_gateway.http.errors import MissingScope, NotAuthenticated, response_to
+from ragcache_gateway.auth.bearer_tokens import BearerTokens, TokenRefused
+from ragcache_gateway.http.errors import InvalidToken, MissingScope, NotAuthenticated, response_to
 from ragcache_gateway.shown_address import AddressView, viewing
+from ragcache_wire.asking import asking
 
 CALLER: Final = "caller"
 """Name of the caller in a request's state."""
@@ -52,12 +54,20 @@ class KeyCheck:
 
     Args:
         keys: None: requests need no key, and every caller may do everything.
+        tokens: Verify tokens, which may stand for a key.
         names: Of servers, for callers that may not see addresses.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys | None, names: ServerNames) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys | None,
+        tokens: BearerTokens,
+        names: ServerNames,
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._tokens = tokens
         self._views = {shows: AddressView(names, shows) for shows in (False, True)}
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -66,7 +76,7 @@ class KeyCheck:
             await self._app(scope, receive, send)
             return
         try:
-            caller = self._caller_of(scope)
+            caller = await self._caller_of(scope)
         except RagCacheError as error:
             await response_to(error)(scope, receive, send)
             return
@@ -74,11 +84,17 @@ class KeyCheck:
             (name, value) for name, value in scope["headers"] if name not in IDENTITY_HEADERS
         ]
         scope.setdefault("state", {})[CALLER] = caller
-        with viewing(self._views[caller.may(Scope.ADMIN)]):
+        with viewing(self._views[caller.may(Scope.ADMIN)]), asking(caller.name):
             await self._app(scope, receive, send)
 
-    def _caller_of(self, scope: AsgiScope) -> Caller:
-        """Return the caller of a request. Raises NotAuthenticated or MissingScope."""
+    async def _caller_of(self, scope: AsgiScope) -> Caller:
+        """Return the caller of a request.
+
+        Raises:
+            NotAuthenticated: It has no valid key, and no valid token.
+            MissingScope, NotAllowed: It may not do this.
+            Unavailable: The issuer of its token does not answer.
+        """
         allowed = allowed_scopes(scope["method"], scope["path"])
         if self._keys is None or not allowed:
             note_caller(ANYONE)
@@ -86,7 +102,7 @@ class KeyCheck:
         key = _key_of(scope)
         if key is None:
             raise NotAuthenticated("is missing")
-        caller = self._keys.find(key)
+        caller = self._keys.find(key) or await self._token_caller(self._keys, key)
         if caller is None:
             note_unknown_key(key)
             raise NotAuthenticated("is not known")
@@ -94,6 +110,17 @@ class KeyCheck:
         if not caller.may(*allowed):
             raise MissingScope(caller.name, allowed)
         return caller
+
+    async def _token_caller(self, keys: ApiKeys, text: str) -> Caller | None:
+        try:
+            found = await self._tokens.claims_of(text)
+            return None if found is None else keys.token_caller(*found)
+        except TokenRefused as error:
+            note_unknown_key(text)
+            raise InvalidToken(error.problem) from error
+        except RagCacheError:
+            note_unknown_key(text)
+            raise
 
 
 def _key_of(scope: AsgiScope) -> str | None:

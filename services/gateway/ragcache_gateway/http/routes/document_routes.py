@@ -9,7 +9,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from ragcache_core.documents.formats import FORMAT_OF_SUFFIX, DocumentFormat
-from ragcache_gateway.audit.notes import note_collection, note_counts, note_documents
+from ragcache_gateway.audit.notes import (
+    note_collection,
+    note_counts,
+    note_documents,
+    note_object,
+)
 from ragcache_gateway.documents.erasure import (
     DocumentDeleted,
     make_receipt,
@@ -28,6 +33,8 @@ from ragcache_gateway.http.batch_parser import batch_parser
 from ragcache_gateway.http.disconnect import EventStream, cancel_on_disconnect
 from ragcache_gateway.http.middleware.request_pools import BATCH_PATH
 from ragcache_gateway.http.openapi import ERRORS, UPSTREAM_ERRORS
+from ragcache_gateway.http.operation_schema import POLL_S, OperationOut, operation_out
+from ragcache_gateway.http.prefer import RESPOND_ASYNC, Prefer, prefers_async
 from ragcache_gateway.http.services import Asking, Services
 from ragcache_gateway.http.upload import read_document
 from ragcache_wire.rest_fields.fields import Text
@@ -82,6 +89,14 @@ _BATCH_FORM: dict[str, Any] = {
 @router.post(
     "/v1/documents",
     summary="Insert or replace a document",
+    response_model=DocumentWritten,
+    responses={
+        202: {
+            "model": OperationOut,
+            "description": "With `Prefer: respond-async`: the document is durable, and is written "
+            "later. Location has the path of the operation.",
+        }
+    },
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -97,12 +112,21 @@ async def put_document(
     services: Services,
     caller: Asking,
     collection: DefaultCollection = "default",
-) -> DocumentWritten:
-    """The document is durable and searchable when this answers. An unchanged one is kept as is."""
+    prefer: Prefer = None,
+) -> Any:
+    """The document is durable and searchable when this answers. An unchanged one is kept as is.
+
+    A document that takes longer to embed than a caller can wait for is refused with 413, unless the
+    caller prefers an answer at once.
+    """
     document = await read_document(request, collection)
     note_documents(document.fields.collection, [document.fields.id])
     caller.check_collection(document.fields.collection)
     read = await cancel_on_disconnect(request.receive, document.read(services.extractor))
+    if prefers_async(prefer):
+        accepted = await services.documents.submit(read.message, caller.tenant or "")
+        note_object(accepted.id)
+        return _accepted(operation_out(accepted), list(read.warnings))
     reply, removed = await services.documents.write(read.message)
     info = document_info(reply.document)
     return DocumentWritten(
@@ -111,6 +135,16 @@ async def put_document(
         removed_variants=removed,
         warnings=list(read.warnings),
     )
+
+
+def _accepted(operation: OperationOut, warnings: list[str]) -> Response:
+    headers = {
+        "Location": f"/v1/operations/{operation.id}",
+        "Preference-Applied": RESPOND_ASYNC,
+        "Retry-After": str(POLL_S),
+    }
+    body = operation.model_copy(update={"warnings": warnings}).model_dump_json(exclude_none=True)
+    return Response(body, 202, headers, media_type="application/json")
 
 
 @router.post(
@@ -153,10 +187,12 @@ async def put_documents(
     services: Services,
     caller: Asking,
     collection: DefaultCollection = "default",
+    prefer: Prefer = None,
 ) -> Response:
     """A document that fails stops no other. A repetition of a batch changes nothing.
 
-    The batch stops when the client disconnects; what is done stays.
+    The batch stops when the client disconnects; what is done stays. With `Prefer: respond-async`
+    long documents are `submitted`: durable, and written later.
     """
     note_collection(collection)
     caller.check_collection(collection)
@@ -170,7 +206,9 @@ async def put_documents(
         writer=services.documents,
         extractor=services.extractor,
         caller=caller,
-        limit=BatchLimit(settings.body_max_bytes, settings.body_timeout_s),
+        limit=BatchLimit(
+            settings.body_max_bytes, settings.body_timeout_s, defers_long=prefers_async(prefer)
+        ),
     )
     return EventStream(_batch_events(batch), settings.send_timeout_s)
 

@@ -19,7 +19,7 @@ from sqlalchemy import BigInteger, Double, Integer, LargeBinary, Table, Text
 from typing_extensions import override
 
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
-from ragcache_retriever.store.database import Database, Parameters, Row, Sql
+from ragcache_retriever.store.database import Database, Deadlocked, Parameters, Row, Sql
 from ragcache_retriever.store.postgres import binary_types
 from ragcache_retriever.store.postgres.binary_types import BigintArray, rows_of
 from ragcache_retriever.store.postgres.cancellation import CancellableConnection
@@ -268,6 +268,8 @@ class PostgresDatabase(Database):
             raise InvalidInput(
                 "document", str(error), "send text without NUL characters"
             ) from error
+        except psycopg.errors.DeadlockDetected as error:
+            raise Deadlocked("PostgreSQL", " ".join(str(error).split())) from error
         except (psycopg.Error, PoolTimeout) as error:
             problem = " ".join(str(error).split())
             raise Unavailable("PostgreSQL", f"{problem} ({URL_SETTING})") from error

@@ -9,7 +9,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_retriever.store.statements import POSTGRES
 from ragcache_retriever.store.tables import creation
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 MIN_PGVECTOR = (0, 8)
 """Earlier versions cannot continue a search of a graph, which stages need."""
 

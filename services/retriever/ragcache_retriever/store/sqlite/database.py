@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 from sqlalchemy import Table
@@ -52,6 +53,22 @@ _STEPS_PER_CHECK = 10_000
 """Steps of SQLite between two questions whether a query is to end, less than a millisecond."""
 
 
+class _Owned:
+    """A connection that closes when nothing refers to this.
+
+    A connection refers to itself, so without an owner it would wait for a garbage collection.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+
+    __del__ = close
+
+
 class SqliteDatabase(Database):
     """The SQLite file of one data folder, which no other process may use.
 
@@ -65,13 +82,15 @@ class SqliteDatabase(Database):
         self.path = folder / FILE_NAME
         self._lock_file = lock_folder(folder)
         self._local = threading.local()
-        self._connections: list[sqlite3.Connection] = []
+        # A thread keeps its own connection, which therefore closes when the thread ends.
+        self._connections: WeakSet[_Owned] = WeakSet()
         self._connections_lock = threading.Lock()
         self.reserve = reserve or DiskReserve(folder)
         try:
             install_backup(folder)
             refuse_damage(folder)
-            self._writer = self._opened()
+            self._owned_writer = self._opened()
+            self._writer = self._owned_writer.connection
         except BaseException:
             self.close()
             raise
@@ -88,9 +107,10 @@ class SqliteDatabase(Database):
                 connection.close()
             self._connections.clear()
 
-    def _opened(self) -> sqlite3.Connection:
+    def _opened(self) -> _Owned:
         try:
-            writer = self._connect()
+            owned = self._connect()
+            writer = owned.connection
             is_present = check_schema(writer, self.path)
             writer.execute("PRAGMA journal_mode = WAL")
             writer.execute("PRAGMA synchronous = FULL")
@@ -110,28 +130,32 @@ class SqliteDatabase(Database):
                 f"{self.path} cannot be opened: {error}",
                 "check its permissions, or restore it with 'ragcache restore FILE'",
             ) from error
-        return writer
+        return owned
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self) -> _Owned:
         # Each thread has its own connection. Only close() uses those of other threads, which have
         # ended by then.
         connection = sqlite3.connect(
-            self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            self.path,
+            timeout=BUSY_TIMEOUT_S,
+            isolation_level=None,
+            check_same_thread=False,
         )
+        owned = _Owned(connection)
         with self._connections_lock:
-            self._connections.append(connection)
+            self._connections.add(owned)
         connection.execute("PRAGMA foreign_keys = ON")
-        return connection
+        return owned
 
     @property
     def reader(self) -> sqlite3.Connection:
         """The connection of the calling thread, which cannot write."""
-        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = self._connect()
-            connection.execute("PRAGMA query_only = ON")
-            self._local.connection = connection
-        return connection
+        owned: _Owned | None = getattr(self._local, "owned", None)
+        if owned is None:
+            owned = self._connect()
+            owned.connection.execute("PRAGMA query_only = ON")
+            self._local.owned = owned
+        return owned.connection
 
     @override
     @property

@@ -44,6 +44,10 @@ from ragcache_retriever.store.word_frequencies import WordFrequencies, most_coun
 LIMIT_S = 1.0
 """Longest time of a query. Words of a large collection that many chunks have take longer."""
 
+MAX_USES = 300_000
+"""Most uses of words that a search with a filter reads, about 0.4 s. The rarest word comes first. A
+word that does not fit adds to no score, and of the rarest one the first uses count."""
+
 _ROWS_AT_ONCE = dict(zip(DETACHED_PARTS, (256, 16_384), strict=True))
 """How many rows of each part go at once: about a megabyte, and a third of one."""
 
@@ -163,7 +167,10 @@ class SqliteLexical(LexicalTables):
         allowed: Rows,
         cancelled: Callable[[], bool] | None,
     ) -> list[LexicalHit]:
-        """Return the hits among some rows, whose scores depend on no other rows."""
+        """Return the hits among some rows.
+
+        Of other rows, the scores tell only that a word is too common to be read (MAX_USES).
+        """
         sized = self._database.read_one(
             "SELECT size_tokens FROM generations WHERE row = ?", (generation,)
         )
@@ -176,17 +183,26 @@ class SqliteLexical(LexicalTables):
             f" USING fts5vocab(main, {table}, instance)"
         )
 
-        def read(sql: str, parameter: str) -> list[Row]:
+        def read(sql: str, *parameters: str | int) -> list[Row]:
             left_s = end_s - time.monotonic()
-            return list(self._database.iterate(sql, (parameter,), left_s, cancelled))
+            return list(self._database.iterate(sql, parameters, left_s, cancelled))
 
+        stems = stems_of(terms)
+        _, frequencies = self._counted(generation, list(stems), cancelled)
         uses: dict[str, WordUse] = {}
-        for word, stem in stems_of(terms).items():
+        left = MAX_USES
+        for word in sorted(stems, key=lambda word: (frequencies[word], word)):
+            if uses and frequencies[word] > left:
+                break
             found = read(
                 f"SELECT doc, CASE col WHEN 'title' THEN {TITLE_WEIGHT} WHEN 'headings' THEN"
-                f" {HEADINGS_WEIGHT} ELSE {TEXT_WEIGHT} END FROM temp.{instances} WHERE term = ?",
-                stem,
+                f" {HEADINGS_WEIGHT} ELSE {TEXT_WEIGHT} END FROM temp.{instances} WHERE term = ?"
+                " LIMIT ?",
+                *(stems[word], left + 1),
             )
+            if uses and len(found) > left:
+                break
+            left -= len(found)
             rows = np.fromiter((row for row, _ in found), np.int64, len(found))
             weights = np.fromiter((weight for _, weight in found), np.float64, len(found))
             at = np.minimum(np.searchsorted(allowed, rows), len(allowed) - 1)
@@ -214,6 +230,16 @@ class SqliteLexical(LexicalTables):
         terms: Sequence[str],
         cancelled: Callable[[], bool] | None,
     ) -> WordChoice:
+        num_chunks, frequencies = self._counted(generation, terms, cancelled)
+        return choose_words(frequencies, num_chunks)
+
+    def _counted(
+        self,
+        generation: int,
+        terms: Sequence[str],
+        cancelled: Callable[[], bool] | None,
+    ) -> tuple[int, dict[str, int]]:
+        """Return the number of chunks, and how many of them have each word."""
         counted = self._database.read_one(
             "SELECT num_chunks FROM generations WHERE row = ?", (generation,)
         )
@@ -221,8 +247,7 @@ class SqliteLexical(LexicalTables):
         count = functools.partial(
             count_chunks, self._database, generation, num_chunks, cancelled=cancelled
         )
-        frequencies = self._frequencies.of(generation, terms, num_chunks, count)
-        return choose_words(frequencies, num_chunks)
+        return num_chunks, self._frequencies.of(generation, terms, num_chunks, count)
 
 
 def count_chunks(

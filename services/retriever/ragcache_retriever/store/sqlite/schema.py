@@ -13,7 +13,7 @@ from ragcache_core.retrieval.lexical.terms import IDENTIFIER_MARK, IDENTIFIER_SY
 from ragcache_retriever.store.statements import SQLITE
 from ragcache_retriever.store.tables import creation
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 APPLICATION_ID = 0x52414743  # "RAGC"
 FILE_NAME = "documents.sqlite3"
 TERM_TOKENIZER = f"porter ascii tokenchars '{IDENTIFIER_SYMBOLS}{IDENTIFIER_MARK}'"

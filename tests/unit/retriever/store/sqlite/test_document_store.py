@@ -229,7 +229,7 @@ def test_another_schema_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:
         connection.execute("PRAGMA user_version = 2")
     connection.close()
-    with pytest.raises(InvalidInput, match=r"schema 2.*reads 7"):
+    with pytest.raises(InvalidInput, match=r"schema 2.*reads 8"):
         open_store(tmp_path)
 
 

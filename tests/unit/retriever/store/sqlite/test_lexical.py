@@ -55,6 +55,27 @@ def test_a_query_that_takes_too_long_is_ended_and_the_next_one_is_not(
     assert len(store.database.read("SELECT row FROM chunks")) == 2000
 
 
+def test_a_search_with_a_filter_reads_the_rarest_words_and_few_uses(
+    store: DocumentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = add_collection(store, "c")
+    put(store, "common", [f"apple apple {i}" for i in range(100)])
+    put(store, "rare", ["apple pear"])
+    allowed = store.embeddings.rows(generation)
+
+    def found(*words: str) -> list[float]:
+        hits = store.lexical.hits(generation, words, 200, allowed=allowed)
+        return [hit.score for hit in hits]
+
+    rarest = found("pear")
+    assert len(found("apple", "pear")) == 101
+    monkeypatch.setattr(lexical, "MAX_USES", 50)
+    # What the common word finds does not fit.
+    assert found("apple", "pear") == rarest
+    # Alone it finds some chunks rather than none: the first 51 uses are those of 26 chunks.
+    assert len(found("apple")) == 26
+
+
 def test_a_query_that_is_cancelled_is_ended(store: DocumentStore) -> None:
     generation = add_collection(store, "c")
     put(store, "d", [f"apple {i}" for i in range(2000)])

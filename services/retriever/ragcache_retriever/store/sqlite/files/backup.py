@@ -167,7 +167,7 @@ def check_backup(path: Path) -> int:
             check_objects(connection)
             [(problem,), *_] = connection.execute("PRAGMA quick_check(1)").fetchall()
             (num_documents,) = connection.execute("SELECT count(*) FROM documents").fetchone()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite quotes the bytes of a wrong name
         raise InvalidInput("backup", f"cannot be read: {error}", "send another backup") from error
     if problem != "ok":
         raise InvalidInput("backup", f"is damaged: {problem}", "send another backup")

@@ -1,6 +1,6 @@
-"""Resolves the hosts of sources, and refuses addresses that a source may not have.
+"""Resolves the hosts of URLs that a user wrote, and refuses addresses that they may not have.
 
-A source is read from the addresses that were checked. Its host is not resolved again, so a name
+A client connects to the addresses that were checked. The host is not resolved again, so a name
 server that gives another address later has no effect (DNS rebinding).
 """
 
@@ -25,7 +25,7 @@ _PLAIN_HOST = re.compile(r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?|[0-9a-f:.]*:[0-9a-f
 
 
 @dataclass(frozen=True, slots=True)
-class SourceRoute:
+class CheckedRoute:
     """How a URL is reached.
 
     Attributes:
@@ -53,21 +53,21 @@ def resolve_host(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-class SourceGate:
-    """Decides which hosts the sources of one sync may have."""
+class AddressGate:
+    """Decides which hosts the URLs of sources and of token issuers may have."""
 
     def __init__(self, rules: AddressRules, resolve: Resolve = resolve_host) -> None:
         self._rules = rules
         self._resolve = resolve
 
-    def route(self, what: str, url: str) -> SourceRoute:
+    def route(self, what: str, url: str) -> CheckedRoute:
         """Return the checked addresses of a URL's host.
 
         A proxy of the environment resolves hosts itself. The gate refuses what resolves to a closed
         address here, too; the proxy decides about names that only it can resolve.
 
         Raises:
-            InvalidInput: The host has an address that sources may not have.
+            InvalidInput: The host has an address that such URLs may not have.
             Unavailable: The host has no address now.
         """
         parts = urlsplit(url)
@@ -80,16 +80,16 @@ class SourceGate:
             addresses = self._resolve(host, port)
         except (OSError, UnicodeError) as error:
             if proxy is not None:
-                return SourceRoute(host, port, (), proxy)
+                return CheckedRoute(host, port, (), proxy)
             raise Unavailable(what, f"the host {host} cannot be resolved ({error})") from error
         for text in addresses:
             if not self._rules.allows(_parse(text)):
                 raise InvalidInput(
                     what,
-                    f"leads to {host} at {text}, an address that is closed to sources",
+                    f"leads to {host} at {text}, a closed address",
                     "name a public host, or let the cluster's administrator allow its network",
                 )
-        return SourceRoute(host, port, tuple(addresses), proxy)
+        return CheckedRoute(host, port, tuple(addresses), proxy)
 
 
 def _parse(text: str) -> Address:

@@ -1,0 +1,93 @@
+"""A tag holds for one value under one name, and for nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.identity.store_key import StoreKey
+from ragcache_core.identity.variant import (
+    TAG_BYTES,
+    Codec,
+    Precision,
+    Provenance,
+    Tier,
+    ValueShape,
+)
+from ragcache_core.store_api import NewVariant
+from ragcache_kv.values.buffers import checksummed_parts
+from ragcache_kv.values.stored_value import StoredValue
+from ragcache_kv.values.tags import TaggedValue, is_authentic
+from tests.kit.store import key, value, variant, whole
+
+KEY, OTHER = StoreKey.of_secret(b"one" * 16), StoreKey.of_secret(b"two" * 16)
+SHAPE = ValueShape(2, 1, 4, "bfloat16")
+SIZES = (60, 40)
+RAW = value(sum(SIZES))
+NEW = replace(variant(key(1), RAW, shape=SHAPE), part_bytes=SIZES)
+
+
+def tag_of(new: NewVariant, raw: bytes, store_key: StoreKey = KEY) -> bytes:
+    return TaggedValue(store_key, new, whole(new, raw)).tag()
+
+
+def stored(new: NewVariant = NEW, raw: bytes = RAW, tag: bytes | None = None) -> StoredValue:
+    parts = checksummed_parts(memoryview(raw), new.part_bytes)
+    given = tag_of(NEW, RAW) if tag is None else tag
+    view = memoryview(bytearray(raw))
+    return StoredValue(new.info, parts, new.shape, new.value_format, view, Tier.MEMORY, given)
+
+
+def test_a_value_is_authentic_under_its_name() -> None:
+    assert len(tag_of(NEW, RAW)) == TAG_BYTES
+    assert is_authentic(KEY, NEW.key, stored())
+    assert not is_authentic(OTHER, NEW.key, stored())
+    assert not is_authentic(KEY, key(2), stored())
+    assert not is_authentic(KEY, key(1, 1), stored())
+    assert not is_authentic(KEY, NEW.key, stored(tag=b""))
+
+
+CHANGES: dict[str, Callable[[NewVariant], NewVariant]] = {
+    "exact": lambda n: replace(n, info=replace(n.info, provenance=Provenance(False))),
+    "position": lambda n: replace(n, info=replace(n.info, base_position=18)),
+    "tokens": lambda n: replace(n, info=replace(n.info, num_tokens=255)),
+    "precision": lambda n: replace(n, info=replace(n.info, precision=Precision(Codec.INT8))),
+    "sizes": lambda n: replace(n, part_bytes=SIZES[::-1]),
+    "one part": lambda n: replace(n, part_bytes=(100,)),
+    "format": lambda n: replace(n, value_format=2),
+    "no shape": lambda n: replace(n, shape=None),
+    "heads": lambda n: replace(n, shape=replace(SHAPE, num_kv_heads=2)),
+    "dtype": lambda n: replace(n, shape=replace(SHAPE, dtype="float16")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_the_tag_covers_what_a_reader_is_told(change: Callable[[NewVariant], NewVariant]) -> None:
+    assert not is_authentic(KEY, NEW.key, stored(change(NEW)))
+
+
+@given(st.integers(0, len(RAW) - 1), st.integers(1, 255))
+def test_no_changed_byte_is_authentic(index: int, change: int) -> None:
+    forged = bytearray(RAW)
+    forged[index] ^= change
+    assert not is_authentic(KEY, NEW.key, stored(raw=bytes(forged)))
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.data())
+def test_a_tag_does_not_depend_on_how_parts_came(sizes: list[int], data: st.DataObject) -> None:
+    raw = value(sum(sizes))
+    new = replace(variant(key(1), raw), part_bytes=tuple(sizes))
+    one, again = (TaggedValue(KEY, new, whole(new, raw)) for _ in range(2))
+    for done in sorted(data.draw(st.lists(st.integers(0, len(sizes) - 1)))):
+        one.wait_for_parts(done, 0.0)
+    one.wait_for_parts(0, 0.0)  # as a client that begins again on another connection
+    assert one.tag() == again.tag() == tag_of(new, raw)
+
+
+def test_the_keys_of_names_and_tags_tell_nothing_of_each_other() -> None:
+    assert len({KEY.names, KEY.tags, OTHER.names, OTHER.tags}) == 4
+    assert "names" not in repr(KEY)
