@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.tiny_model import write_tokenizer
-from tools.models.families import SHAPE, Family
+from tools.models.families import Family
 
 _VISION = {
     "hidden_size": 32,
@@ -36,7 +36,7 @@ def make_tiny_family(folder: Path, family: Family, seed: int = 0) -> None:
     folder.mkdir(parents=True)
     write_tokenizer(folder)
     torch.manual_seed(seed)
-    settings = {**SHAPE, **family.config}
+    settings = dict(family.config)
     if family.reads_images:
         kind = {"gemma3_text": "gemma3", "mistral": "mistral3"}[settings["model_type"]]
         tower = "siglip_vision_model" if kind == "gemma3" else "pixtral"

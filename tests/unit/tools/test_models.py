@@ -8,7 +8,7 @@ from ragcache_core.identity.fingerprint import decoder_config, kv_space
 from ragcache_kv.rotation import Pairing, read_rope
 from tools.models.__main__ import summary
 from tools.models.check import Outcome
-from tools.models.families import FAMILIES, MAX_LENGTH, SHAPE
+from tools.models.families import FAMILIES, MAX_LENGTH
 
 TWO_TABLES = {"gemma3", "gemma3, images", "cohere2", "exaone4"}
 """Families whose layers differ in their rotation."""
@@ -22,12 +22,12 @@ def test_the_rotation_of_a_family_is_read(name: str) -> None:
     from transformers import AutoConfig
 
     family = FAMILIES[name]
-    parsed = AutoConfig.for_model(**{**SHAPE, **family.config}).to_dict()
+    parsed = AutoConfig.for_model(**family.config).to_dict()
     settings = {**family.config, **parsed}
     config = {"text_config": settings} if family.reads_images else settings
     rope = read_rope(decoder_config(config), Pairing.HALVES, MAX_LENGTH)
     assert bool(rope.by_layer) == (name in TWO_TABLES)
-    assert kv_space("f", config, "auto").num_layers == SHAPE["num_hidden_layers"]
+    assert kv_space("f", config, "auto").num_layers == family.config["num_hidden_layers"]
 
 
 def test_a_summary_counts_outcomes_and_names_families() -> None:
