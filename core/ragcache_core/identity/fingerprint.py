@@ -178,13 +178,30 @@ def model_fingerprint(
     return hasher.hexdigest()
 
 
-_CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+def _sizes(heads: int, kv_heads: int, layers: int) -> dict[str, int]:
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": layers,
+    }
+
+
+CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "ernie4_5": {"head_dim": 128},
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 256},
+    "gemma3_text": {**_sizes(8, 4, 26), "head_dim": 256},
+    "glm4": {"head_dim": 128},
     "gpt_oss": {"head_dim": 64},
+    "minimax_m2": {"head_dim": 128},
+    "ministral3": {**_sizes(32, 8, 34), "head_dim": 128},
+    "mistral": _sizes(32, 8, 32),
     "qwen3": {"head_dim": 128},
-    "qwen3_moe": {"head_dim": 128},
 }
-"""Sizes that a config.json may leave out, because the model's class in transformers has them."""
+"""Sizes that a config.json may leave out, because the model's class in transformers has them.
+
+A ``text_config`` leaves out each one that equals its class's.
+"""
 
 _TEXT_CONFIG = "text_config"
 _DTYPES = ("dtype", "torch_dtype")
@@ -207,7 +224,7 @@ def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
             )
         settings = {**inner, **{name: config[name] for name in _DTYPES if config.get(name)}}
     kind = settings.get("model_type")
-    return {**_CLASS_DEFAULTS.get(kind if isinstance(kind, str) else "", {}), **settings}
+    return {**CLASS_DEFAULTS.get(kind if isinstance(kind, str) else "", {}), **settings}
 
 
 _LONG_SIDE = "-long"
