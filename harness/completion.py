@@ -146,8 +146,8 @@ def is_clear(url: str, prompt: Prompt, max_tokens: int) -> bool:
         "return_tokens_as_token_ids": True,
         "cache_salt": uuid.uuid4().hex,
     }
-    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S).json()
-    for likely in reply["choices"][0]["logprobs"]["top_logprobs"]:
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S).raise_for_status()
+    for likely in reply.json()["choices"][0]["logprobs"]["top_logprobs"]:
         best, second, *_ = sorted(likely.values(), reverse=True)
         if best - second < MIN_LEAD:
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tools.models.families import FAMILIES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
+DOCUMENTATION = Path(__file__).parents[3] / "docs/models.md"
 MIN_BLEND = 12
 NOT_BLENDED = {
     "mistral, window": "SlidingWindowSpec",
@@ -22,7 +24,7 @@ NOT_BLENDED = {
 }
 """Families that are refused, with a part of the reason."""
 
-ONLY_EXACT = {"opt": "of type 'opt' is unknown"}
+ONLY_EXACT = {"opt": "of type 'opt' is unknown", "llama4": "attention_chunk_size"}
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,21 @@ def test_a_family_is_refused_with_the_cause(found: dict[str, Any], family: str) 
     outcome = found["families"][family]
     assert outcome["kind"] == "refused"
     assert NOT_BLENDED[family] in outcome["reason"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_documentation_has_a_family_among_those_of_its_outcome(
+    found: dict[str, Any], family: str
+) -> None:
+    heading = {
+        "blend": "Families that blend",
+        "reference": "Families that blend",
+        "exact": "Families with exact prefixes only",
+        "refused": "Families that are refused",
+    }[found["families"][family]["kind"]]
+    sections = DOCUMENTATION.read_text().split("\n## ")
+    [section] = [one for one in sections if one.startswith(heading)]
+    assert f"`{family}`" in section.replace("\n", " ")
 
 
 def test_enough_families_blend(found: dict[str, Any]) -> None:
