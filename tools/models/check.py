@@ -45,7 +45,7 @@ _QUESTIONS: Final = 100
 _LACKING = re.compile(r"ModuleNotFoundError: (.+)")
 _REFUSAL = re.compile(r"InvalidInput: (.+)")
 _ERROR = re.compile(r"(\w*Error: .+)")
-_ONLY_EXACT = re.compile(r"only exact reuse: this model cannot blend error=(.+)")
+_ONLY_EXACT = re.compile(r"only exact reuse.* error=(.+)")
 
 
 class Outcome(NamedTuple):

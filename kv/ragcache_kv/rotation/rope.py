@@ -100,7 +100,6 @@ _REFUSED_TYPES = {
 }
 _REFUSED_FIELDS = {
     "alibi": "the model has no rotary embedding",
-    "attention_chunk_size": "queries attend to blocks of tokens, which begin at fixed positions",
     "dual_chunk_attention_config": "each chunk of attention rotates the keys again",
     "kv_lora_rank": "latent attention keeps no keys by head",
     "mrope_section": "a position is three numbers, not one",

@@ -149,7 +149,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("rope_parameters.full_attention", {"rope_parameters": {"full_attention": {}}}, "layers"),
     ("rope_parameters", {"rope_parameters": [1]}, "no object"),
     ("rope_local_base_freq", {"rope_local_base_freq": 1e4}, "layers"),
-    ("attention_chunk_size", {"attention_chunk_size": 8192}, "fixed positions"),
     ("alibi", {"alibi": True}, "no rotary"),
     ("position_embedding_type", {"position_embedding_type": "alibi"}, "no rotary"),
     ("position_embedding_type", {"position_embedding_type": ["rope"]}, "no rotary"),
