@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 
 from harness.processes import Engine
+from ragcache_core.plan.prompt import Prompt
 from ragcache_core.plan.signature import SIGNATURE_FIELD
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
@@ -121,3 +123,32 @@ def record_of(
             await client.close()
 
     return asyncio.run(fetch())
+
+
+MIN_LEAD = 0.4
+"""Lead in log-probability over the second token, several times the error of bfloat16.
+
+Concurrent requests are computed in batches of another shape. On some machines their sums are
+rounded differently, with the connector or without it. That may change the answer where two tokens
+are about equally likely, but not where one is far ahead.
+"""
+
+
+def is_clear(url: str, prompt: Prompt, max_tokens: int) -> bool:
+    """Tell whether each token of vLLM's own answer is far ahead of the second most likely one."""
+    body = {
+        "model": "model",
+        "prompt": list(prompt.token_ids),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 2,
+        "return_tokens_as_token_ids": True,
+        "cache_salt": uuid.uuid4().hex,
+    }
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S).raise_for_status()
+    for likely in reply.json()["choices"][0]["logprobs"]["top_logprobs"]:
+        best, second, *_ = sorted(likely.values(), reverse=True)
+        if best - second < MIN_LEAD:
+            return False
+    return True

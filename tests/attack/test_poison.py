@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.support.tiny_engines import wait_until_stored
-from harness.completion import Completion, complete, record_of
+from harness.completion import Completion, complete, is_clear, record_of
 from harness.processes import (
     COMPUTES_PLAIN,
     Engine,
@@ -25,7 +25,6 @@ from ragcache_core.plan.segments import checked_segments
 from ragcache_core.retrieval.filters import In
 from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2
-from tests.kit.engine import is_clear
 
 pytestmark = pytest.mark.timeout(600)
 

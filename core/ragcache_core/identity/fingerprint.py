@@ -178,8 +178,80 @@ def model_fingerprint(
     return hasher.hexdigest()
 
 
+def _sizes(heads: int, kv_heads: int, layers: int) -> dict[str, int]:
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": layers,
+    }
+
+
+CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "ernie4_5": {"head_dim": 128},
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 256},
+    "gemma3_text": {**_sizes(8, 4, 26), "head_dim": 256},
+    "glm4": {"head_dim": 128},
+    "gpt_oss": {"head_dim": 64},
+    "minimax_m2": {"head_dim": 128},
+    "ministral3": {**_sizes(32, 8, 34), "head_dim": 128},
+    "mistral": _sizes(32, 8, 32),
+    "qwen3": {"head_dim": 128},
+}
+"""Sizes that a config.json may leave out, because the model's class in transformers has them.
+
+A ``text_config`` leaves out each one that equals its class's.
+"""
+
+_TEXT_CONFIG = "text_config"
+_DTYPES = ("dtype", "torch_dtype")
+
+
+def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model's decoder: those of config.json, or of its ``text_config``.
+
+    Models that read images or sound as well have the decoder's settings in that object. It may
+    leave out the dtype of the weights, and sizes that the model's class implies.
+
+    Raises:
+        InvalidInput: ``text_config`` is no object.
+    """
+    settings, inner = dict(config), config.get(_TEXT_CONFIG)
+    if inner is not None:
+        if not isinstance(inner, Mapping):
+            raise InvalidInput(
+                f"config.json {_TEXT_CONFIG}", "is no object", "correct the model folder"
+            )
+        settings = {**inner, **{name: config[name] for name in _DTYPES if config.get(name)}}
+    kind = settings.get("model_type")
+    return {**CLASS_DEFAULTS.get(kind if isinstance(kind, str) else "", {}), **settings}
+
+
+_LONG_SIDE = "-long"
+"""End of the fingerprint of a model whose engines use the rotation for long sequences."""
+
+
+def _uses_long_rotation(config: Mapping[str, Any], max_length: int | None) -> bool:
+    """Tell whether a model has two rotations (LongRoPE) and engines take the one for long prompts.
+
+    vLLM decides once, by the most tokens of a sequence. So the same tokens have other keys in an
+    engine with another limit.
+    """
+    given = config.get("rope_scaling") or config.get("rope_parameters")
+    rope = given if isinstance(given, Mapping) else {}
+    if not any(rope.get(name) in ("longrope", "su") for name in ("rope_type", "type")):
+        return False
+    name = "original_max_position_embeddings"
+    original = config.get(name) or rope.get(name)
+    return bool(max_length and isinstance(original, int) and max_length > original)
+
+
 def kv_space(
-    fingerprint: str, config: Mapping[str, Any], dtype: str, name_key: bytes = b""
+    fingerprint: str,
+    config: Mapping[str, Any],
+    dtype: str,
+    name_key: bytes = b"",
+    max_length: int | None = None,
 ) -> KVSpace:
     """Return the KV space of a decoder with ordinary (grouped-query) attention.
 
@@ -189,10 +261,13 @@ def kv_space(
         dtype: As the engine stores KV. ``auto`` resolves as in vLLM: the dtype of the checkpoint,
             but bfloat16 for float32 or a checkpoint that names none.
         name_key: Of the platform's store key. Empty: it has none.
+        max_length: Most tokens of prompt and answer together, which decides about the KV of models
+            with LongRoPE.
 
     Raises:
         InvalidInput: The config lacks a size.
     """
+    config = decoder_config(config)
     try:
         heads = int(config["num_attention_heads"])
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
@@ -205,4 +280,6 @@ def kv_space(
     if dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         dtype = "bfloat16" if dtype == "float32" else dtype
+    if _uses_long_rotation(config, max_length):
+        fingerprint += _LONG_SIDE
     return KVSpace(fingerprint, layers, kv_heads, head_dim, dtype, name_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ _OTHER_FILES: Final = ("tokenizer.json", "params.json", "hf_quant_config.json")
 """Files besides config.json that change KV. The last two have settings that vLLM reads: those of
 Mistral's format, and those of quantization by ModelOpt."""
 
+_COMMIT: Final = re.compile("[0-9a-f]{40}")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
@@ -27,45 +30,74 @@ class ModelFolder:
     config: dict[str, Any]
     fingerprint: str
 
-    def space(self, dtype: str, store_key: StoreKey | None = None) -> KVSpace:
-        """Return the KV space with KV of dtype (``auto``: that of the checkpoint)."""
+    def space(
+        self, dtype: str, store_key: StoreKey | None = None, max_length: int | None = None
+    ) -> KVSpace:
+        """Return the KV space.
+
+        Args:
+            dtype: Of keys and values. ``auto``: that of the checkpoint.
+            store_key: The platform's; None: it has none.
+            max_length: Most tokens of prompt and answer together (``kv_space``).
+        """
         name_key = b"" if store_key is None else store_key.names
-        return kv_space(self.fingerprint, self.config, dtype, name_key)
+        return kv_space(self.fingerprint, self.config, dtype, name_key, max_length)
 
 
 def load_model_folder(
     source: str, revision: str | None = None, *, with_weights: bool = True
 ) -> ModelFolder:
-    """Find a model and compute its fingerprint, which reads a part of the weights.
+    """Find a model and compute its fingerprint.
+
+    The weights of a folder are a part of it, so a share of them is read. In the cache of the
+    Hugging Face hub, the commit stands for the weights, and a name's weights are not downloaded.
 
     Args:
         source: A folder, or a Hugging Face name, whose snapshot is downloaded unless it is cached.
             A name may end with ``@COMMIT``.
         revision: Branch, tag or commit of a Hugging Face name without one. None: the default
             branch.
-        with_weights: Whether KV of the model is stored. Without it, weights are neither downloaded
-            nor read, and the fingerprint is another one.
+        with_weights: Whether KV of the model is stored. Without it, the weights of a folder are not
+            read, and its fingerprint is another one.
 
     Raises:
         InvalidInput: The model does not exist, or it lacks files that serving needs.
     """
-    patterns = ["*.json", "*.jinja", *(["*.safetensors"] if with_weights else [])]
-    path = _folder(source, patterns, revision)
+    path = _folder(source, ["*.json", "*.jinja"], revision)
     config = _read_json(path / "config.json")
     _tokenizer(path)
-    names = [file.name for file in path.glob("*.safetensors")] if with_weights else []
-    if with_weights and not names:
-        raise InvalidInput(
-            "model.source", f"{path} holds no *.safetensors", "name a model with safetensors"
-        )
     try:
         others = {
             name: (path / name).read_bytes() for name in _OTHER_FILES if (path / name).is_file()
         }
-        weights = digest_weights(path, names, _vocabulary(config))
+        commit = _commit(path)
+        if commit is None:
+            weights = _weights(path, _vocabulary(config) if with_weights else None)
+        else:
+            weights = commit.encode()
     except (OSError, ValueError) as error:
         raise InvalidInput("model.source", str(error), "correct the model folder") from error
     return ModelFolder(path, config, model_fingerprint(config, others, weights))
+
+
+def _commit(folder: Path) -> str | None:
+    """Return the commit of a snapshot in the hub's cache; None for another folder.
+
+    vLLM gives this folder in place of a name when it is offline.
+    """
+    name, parents = folder.name, [parent.name for parent in folder.parents]
+    in_cache = parents[:1] == ["snapshots"] and parents[1].startswith("models--")
+    return name if in_cache and _COMMIT.fullmatch(name) else None
+
+
+def _weights(folder: Path, vocabulary: int | None) -> bytes:
+    """Return the digest of a folder's weights. vocabulary None: of none."""
+    names = [] if vocabulary is None else [file.name for file in folder.glob("*.safetensors")]
+    if vocabulary is not None and not names:
+        raise InvalidInput(
+            "model.source", f"{folder} holds no *.safetensors", "name a model with safetensors"
+        )
+    return digest_weights(folder, names, vocabulary or 0)
 
 
 def find_tokenizer(source: str) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -55,6 +56,7 @@ def rotate(
         _table_on(rope, delta, given.device),
         rows,
         before.stride(0),
+        2 * half if rope.by_layer else 0,
         DIM=dim,
         HALF=half,
         PADDED=padded,
@@ -68,7 +70,8 @@ def rotate(
 @lru_cache(_CACHED)
 def _table_on(rope: Rope, delta: int, device: torch.device) -> torch.Tensor:
     # The copy is complete at return, so any stream may read it.
-    return torch.from_numpy(cos_sin(rope, delta)).to(device)
+    ropes = [rope.of_layer(index) for index in range(len(rope.by_layer) or 1)]
+    return torch.from_numpy(np.stack([cos_sin(one, delta) for one in ropes])).to(device)
 
 
 def _is_same_memory(given: torch.Tensor, out: torch.Tensor) -> bool:
@@ -113,6 +116,7 @@ def _rotate(
     table: tl.tensor,
     num_rows: tl.tensor,
     group_numbers: tl.tensor,
+    table_numbers: tl.tensor,
     DIM: tl.constexpr,  # noqa: N803
     HALF: tl.constexpr,  # noqa: N803
     PADDED: tl.constexpr,  # noqa: N803
@@ -120,7 +124,8 @@ def _rotate(
     NEIGHBOURS: tl.constexpr,  # noqa: N803
     BFLOAT16: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Rotate ROWS rows of one group in each program. Groups begin group_numbers apart.
+    """Rotate ROWS rows of one group in each program. Groups begin group_numbers apart, and their
+    tables table_numbers: 0 if they share one.
 
     HALF is the number of rotated pairs of a row, PADDED its next power of two. A program reads
     everything before it writes.
@@ -128,6 +133,7 @@ def _rotate(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pair = tl.arange(0, PADDED)
     is_rotated = pair < HALF
+    table += tl.program_id(1) * table_numbers
     cosines = tl.load(table + pair, mask=is_rotated, other=0.0)[None, :]
     sines = tl.load(table + HALF + pair, mask=is_rotated, other=0.0)[None, :]
     mask = (row < num_rows)[:, None] & is_rotated[None, :]

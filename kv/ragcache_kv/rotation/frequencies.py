@@ -10,6 +10,7 @@ Each result is [rotary_dim / 2] in float64, so its product with a number of toke
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,15 @@ def plain(rope: PlainRope) -> Frequencies:
 def linear(rope: PlainRope, factor: float) -> Frequencies:
     """Return RoPE with positions divided by factor."""
     return np.divide(plain(rope), factor)
+
+
+def divided(rope: PlainRope, factors: Sequence[float]) -> Frequencies:
+    """Return LongRoPE: each frequency divided by a factor of its own, [rotary_dim / 2].
+
+    Source: LongRoPE (arXiv 2402.13753), section 3.
+    """
+    scaled: Floats = np.float32(1) / (np.array(factors, np.float32) * rope.powers())
+    return scaled.astype(np.float64)
 
 
 def llama3(

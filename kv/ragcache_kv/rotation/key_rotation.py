@@ -24,6 +24,9 @@ _Layout = tuple[int, int, int, int]
 class KeyRotation:
     """Rotates the keys of one model, which are stored as dtype (``ValueShape.dtype``).
 
+    Where layers differ in their rotation (``Rope.by_layer``), arrays are whole values: their first
+    dimension has all layers, in order.
+
     Arrays are C-contiguous. They are bit patterns in numpy (``codecs.numbers``: uint16, uint32), or
     tensors of dtype. The tensor's device does the work, a GPU on the current stream. The arithmetic
     is float32 and rounds once, ties to even, so all devices give the same bits. A delta of 0
@@ -55,11 +58,15 @@ class KeyRotation:
         if len(shape) < 4 or shape[-4] != 2 or shape[-1] != self.rope.head_dim:
             raise ValueError(f"{shape} is not [..., 2, tokens, kv_heads, {self.rope.head_dim}]")
         layout = (math.prod(shape[:-4]), 2, shape[-3] * shape[-2], shape[-1])
+        if self.rope.by_layer and layout[0] != len(self.rope.by_layer):
+            raise ValueError(f"{shape} has {layout[0]} layers, not {len(self.rope.by_layer)}")
         return self._rotate(part, delta, part if out is None else out, layout)
 
     def rotate_keys(self, keys: Array, delta: int, out: Array | None = None) -> Array:
         """Move keys, [..., head_dim], as rotate_part does."""
         shape = tuple(keys.shape)
+        if self.rope.by_layer:
+            raise ValueError("the keys' layer decides how they are rotated (Rope.of_layer)")
         if not shape or shape[-1] != self.rope.head_dim:
             raise ValueError(f"{shape} is not [..., {self.rope.head_dim}]")
         layout = (1, 1, math.prod(shape[:-1]), shape[-1])
@@ -68,8 +75,9 @@ class KeyRotation:
     def warm_up(self) -> None:
         """Compile the two CPU kernels. With the import of numba it takes a second or two."""
         keys = np.zeros((1, self.rope.head_dim), NUMBERS[self.dtype].bits)
-        self.rotate_keys(keys, 1, np.empty_like(keys))
-        self.rotate_keys(keys, 1)
+        of_layer = KeyRotation(self.rope.of_layer(0), self.dtype)
+        of_layer.rotate_keys(keys, 1, np.empty_like(keys))
+        of_layer.rotate_keys(keys, 1)
 
     def _rotate(self, given: Array, delta: int, out: Array, layout: _Layout) -> Array:
         if given.shape != out.shape:
@@ -121,11 +129,12 @@ class KeyRotation:
         if not (in_place or (delta and given.flags.writeable)):
             np.copyto(after, before)  # kernels refuse read-only arrays
             in_place = True
-        for group, new_group in zip(before, after, strict=True):
+        for index, (group, new_group) in enumerate(zip(before, after, strict=True)):
             new_keys = new_group[0]
             if delta:
                 keys = new_keys if in_place else group[0]
-                cpu.rotate(keys, new_keys, cos_sin(self.rope, delta), self.rope, number)
+                rope = self.rope.of_layer(index)
+                cpu.rotate(keys, new_keys, cos_sin(rope, delta), rope, number)
             if not in_place:
                 np.copyto(new_group[1:], group[1:])
 

@@ -8,7 +8,7 @@ layers rotate, or whether a norm follows the rotation. Only a model's code tells
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any
@@ -36,30 +36,54 @@ class Rope:
         rotary_dim: How many of them, from the first on, are rotated.
         pairing: Which of them form a pair.
         frequencies: Radians per token for each pair, [rotary_dim / 2].
+        by_layer: The frequencies of each layer, if layers differ. Those of a layer that does not
+            rotate are 0. ``frequencies`` are then those of the first layer.
     """
 
     head_dim: int
     rotary_dim: int
     pairing: Pairing
     frequencies: tuple[float, ...]
+    by_layer: tuple[tuple[float, ...], ...] = ()
+
+    def of_layer(self, index: int) -> Rope:
+        """Return the rotation of one layer."""
+        return (
+            replace(self, frequencies=self.by_layer[index], by_layer=()) if self.by_layer else self
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How the code of a kind of model rotates. theta: Its default, if all versions share one."""
+    """How the code of a kind of model rotates.
+
+    Attributes:
+        pairing: Which numbers of a key it pairs.
+        theta: Its default, if all versions share one.
+        partial: Share of a key's numbers that it rotates.
+        unrotated: Type of the layers that do not rotate (``layer_types``), if windows are used.
+    """
 
     pairing: Pairing = Pairing.HALVES
     theta: float | None = None
     partial: float = 1.0
+    unrotated: str | None = None
 
 
 _FAMILIES = {
     "cohere": _Family(Pairing.NEIGHBOURS),
+    "cohere2": _Family(Pairing.NEIGHBOURS, unrotated="full_attention"),
+    "exaone4": _Family(unrotated="full_attention"),
     "gemma": _Family(),
     "gemma2": _Family(),
+    "gemma3_text": _Family(),
     "glm4": _Family(Pairing.NEIGHBOURS, partial=0.5),
+    "glm4_moe": _Family(partial=0.5),
+    "gpt_oss": _Family(),
     "granite": _Family(),
     "llama": _Family(theta=10_000.0),
+    "minimax_m2": _Family(),
+    "ministral3": _Family(),
     "mistral": _Family(),
     "mixtral": _Family(),
     "phi3": _Family(),
@@ -71,8 +95,6 @@ _FAMILIES = {
 
 _REFUSED_TYPES = {
     "dynamic": "its frequencies depend on the length of the whole sequence",
-    "longrope": "the length of the sequence decides between two tables of frequencies",
-    "su": "the length of the sequence decides between two tables of frequencies",
     "mrope": "a position is three numbers, not one",
     "proportional": "it pairs numbers across parts of a key that are not rotated",
 }
@@ -81,8 +103,6 @@ _REFUSED_FIELDS = {
     "dual_chunk_attention_config": "each chunk of attention rotates the keys again",
     "kv_lora_rank": "latent attention keeps no keys by head",
     "mrope_section": "a position is three numbers, not one",
-    "no_rope_layers": "some layers do not rotate",
-    "rope_local_base_freq": "layers differ in their rotation",
     "use_fope": "a key's numbers are mixed, not rotated in pairs",
     "use_mrope": "a position is three numbers, not one",
     "xdrope_section": "a position is more than one number",
@@ -92,21 +112,99 @@ _LIMIT = 1e18  # so that products of two settings are finite in float32
 _LARGEST_HEAD = 1 << 16
 _THETA = ("rope_theta", "rotary_emb_base")
 _PARTIAL = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
+_LAYER_TYPES = "layer_types"
+_UNROTATED_LAYERS = "no_rope_layers"
+_LOCAL_THETA = "rope_local_base_freq"
+_LONGROPE = ("longrope", "su")
 
 
-def read_rope(config: Mapping[str, Any], pairing: Pairing | None = None) -> Rope:
+def read_rope(
+    config: Mapping[str, Any], pairing: Pairing | None = None, max_length: int | None = None
+) -> Rope:
     """Return the rotation of a model.
 
     Args:
-        config: Its config.json, as in ``ModelFolder``.
+        config: Its decoder's settings, as ``decoder_config`` or vLLM have them.
         pairing: From the engine's own rotary module (``is_neox_style``), if the caller has it. It
             replaces the knowledge about kinds of models here.
+        max_length: Most tokens of prompt and answer. It chooses the table of a model that has one
+            for short and one for long sequences, as in vLLM.
 
     Raises:
         InvalidInput: The keys of this model cannot be rotated, or the config is wrong. The error
             names the field.
     """
     family = _family(config, pairing)
+    by_type = _by_layer_type(config)
+    if not by_type and config.get(_LOCAL_THETA):
+        raise InvalidInput(f"config.json {_LOCAL_THETA}", "layers differ in their rotation", _FIX)
+    ropes = {
+        kind: _read_one(one, family, pairing or family.pairing, max_length)
+        for kind, one in (by_type or {"": config}).items()
+    }
+    layers = _layers(config, family, ropes)
+    if len({rope.rotary_dim for rope in layers}) > 1:
+        raise InvalidInput(
+            "config.json rope_parameters", "layers rotate unlike shares of their keys", _FIX
+        )
+    first = layers[0]
+    if all(rope == first for rope in layers):
+        return first
+    return replace(first, by_layer=tuple(rope.frequencies for rope in layers))
+
+
+def _by_layer_type(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the settings of each type of layer; empty if all layers have the same ones."""
+    given = config.get("rope_parameters")
+    types = config.get(_LAYER_TYPES)
+    if not isinstance(given, Mapping) or not isinstance(types, list):
+        return {}
+    if not types or not all(isinstance(kind, str) for kind in types):
+        return {}
+    wanted = set(types)
+    if not all(isinstance(given.get(kind), Mapping) for kind in wanted):
+        return {}
+    return {
+        kind: {**config, "rope_parameters": given[kind], "rope_scaling": None} for kind in wanted
+    }
+
+
+def _layers(
+    config: Mapping[str, Any], family: _Family, ropes: Mapping[str, Rope]
+) -> tuple[Rope, ...]:
+    """Return the rotation of each layer, or only that of all layers."""
+    every = ropes.get("")
+    types = config.get(_LAYER_TYPES)
+    unrotated = _unrotated_layers(config, family)
+    if every is not None and not any(unrotated):
+        return (every,)
+    rotated = [every] * len(unrotated) if every else [ropes[kind] for kind in types or ()]
+    if unrotated and len(unrotated) != len(rotated):
+        raise InvalidInput(
+            f"config.json {_UNROTATED_LAYERS}", "has another length than layer_types", _FIX
+        )
+    still = unrotated or [False] * len(rotated)
+    return tuple(
+        replace(rope, frequencies=(0.0,) * len(rope.frequencies)) if stays else rope
+        for rope, stays in zip(rotated, still, strict=True)
+    )
+
+
+def _unrotated_layers(config: Mapping[str, Any], family: _Family) -> list[bool]:
+    """Return for each layer whether it leaves keys as they are; empty: no layer does."""
+    given = config.get(_UNROTATED_LAYERS)
+    if isinstance(given, list) and given:
+        return [not rotates for rotates in given]
+    types = config.get(_LAYER_TYPES)
+    if family.unrotated and isinstance(types, list) and config.get("sliding_window"):
+        return [kind == family.unrotated for kind in types]
+    return []
+
+
+def _read_one(
+    config: Mapping[str, Any], family: _Family, pairing: Pairing, max_length: int | None
+) -> Rope:
+    """Return the rotation by settings that are those of all layers, or of one type of layer."""
     _refuse(config, "config.json ")
     kind = config.get("position_embedding_type")
     if kind not in (None, "rope", "rotary"):
@@ -121,7 +219,8 @@ def read_rope(config: Mapping[str, Any], pairing: Pairing | None = None) -> Rope
         raise settings.wrong("rope_theta", "is not above 1", "correct the model folder")
     try:
         with np.errstate(all="ignore"):
-            radians = _frequencies(settings, frequencies.PlainRope(theta, rotary_dim))
+            plain = frequencies.PlainRope(theta, rotary_dim)
+            radians = _frequencies(settings, plain, max_length)
     except OverflowError:
         radians = np.full(rotary_dim // 2, np.inf)
     if not np.isfinite(radians).all():
@@ -130,7 +229,7 @@ def read_rope(config: Mapping[str, Any], pairing: Pairing | None = None) -> Rope
             "the settings give frequencies that are not finite",
             "correct the model folder",
         )
-    return Rope(head_dim, rotary_dim, pairing or family.pairing, tuple(radians.tolist()))
+    return Rope(head_dim, rotary_dim, pairing, tuple(radians.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +253,13 @@ class _Settings:
             )
         return float(value)
 
+    def numbers(self, name: str, count: int) -> list[float]:
+        """Return a list of positive numbers. Raises InvalidInput if it is none, or not so long."""
+        given = self.values.get(name)
+        if not isinstance(given, list) or len(given) != count:
+            raise self.wrong(name, f"is no list of {count} numbers", "correct the model folder")
+        return [_Settings(f"{self.field}.{name}", {"n": one}).number("n") for one in given]
+
     def wrong(self, name: str, problem: str, fix: str) -> InvalidInput:
         """Return the error about one setting."""
         return InvalidInput(f"config.json {self.field}.{name}", problem, fix)
@@ -175,9 +281,7 @@ def _family(config: Mapping[str, Any], pairing: Pairing | None) -> _Family:
 
 def _refuse(values: Mapping[str, Any], path: str) -> None:
     for name, reason in _REFUSED_FIELDS.items():
-        value = values.get(name)
-        every_layer = name == "no_rope_layers" and isinstance(value, list) and all(value)
-        if value and not every_layer:
+        if values.get(name):
             raise InvalidInput(f"{path}{name}", reason, _FIX)
 
 
@@ -195,6 +299,7 @@ def _settings(config: Mapping[str, Any], family: _Family) -> _Settings:
             found = [source[spelling] for spelling in spellings if source.get(spelling) is not None]
             values[name] = found[0] if found else values[name]
     original = "original_max_position_embeddings"
+    values["rope_dim"] = given.get("rope_dim") or config.get("rotary_dim")
     lengths = (config.get(original), given.get(original), config.get("max_position_embeddings"))
     values[original] = next(filter(None, lengths), None)
     return _Settings(field, values)
@@ -242,8 +347,12 @@ def _rotary_dim(settings: _Settings, head_dim: int) -> int:
     return rotary_dim
 
 
-def _frequencies(settings: _Settings, rope: frequencies.PlainRope) -> frequencies.Frequencies:
+def _frequencies(
+    settings: _Settings, rope: frequencies.PlainRope, max_length: int | None
+) -> frequencies.Frequencies:
     kind = _kind(settings)
+    if kind in _LONGROPE:
+        return _long_frequencies(settings, rope, max_length)
     match kind:
         case "default":
             return frequencies.plain(rope)
@@ -273,6 +382,19 @@ def _frequencies(settings: _Settings, rope: frequencies.PlainRope) -> frequencie
     raise settings.wrong(
         _kind_name(settings), f"{kind!r}: {_REFUSED_TYPES.get(kind, 'unknown')}", _FIX
     )
+
+
+def _long_frequencies(
+    settings: _Settings, rope: frequencies.PlainRope, max_length: int | None
+) -> frequencies.Frequencies:
+    """Return the frequencies of the table that vLLM takes for all sequences of an engine."""
+    if max_length is None:
+        raise settings.wrong(
+            _kind_name(settings), "the most tokens of a sequence decide between two tables", _FIX
+        )
+    is_long = max_length > settings.number("original_max_position_embeddings")
+    name = "long_factor" if is_long else "short_factor"
+    return frequencies.divided(rope, settings.numbers(name, rope.rotary_dim // 2))
 
 
 def _kind_name(settings: _Settings) -> str:

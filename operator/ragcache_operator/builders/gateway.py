@@ -18,7 +18,7 @@ from ragcache_operator.builders.keys import (
     uses_keys,
 )
 from ragcache_operator.builders.metadata import Object
-from ragcache_operator.builders.model import HUB_START_S, model_environment, model_mounts
+from ragcache_operator.builders.model import model_environment, model_mounts
 from ragcache_operator.builders.part_tls import tls_dir, tls_mounts
 from ragcache_operator.builders.placement import (
     AUDIT_FOLDER,
@@ -82,9 +82,6 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
         gateway.replicas, gateway.autoscaling.max_replicas
     )
     endpoints = (HTTP, ADMIN) if placement.is_cluster else (HTTP,)
-    # The gateway reads the weights for their fingerprint. From the hub, it downloads them first.
-    from_hub = any(model.parsed_source.kind == "hf" for model in models)
-    start_s = HUB_START_S if from_hub else _START_S
     workload = Workload(
         component=COMPONENT,
         name=COMPONENT,
@@ -96,7 +93,7 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
             placement.bind_address(endpoints[-1]).port,
             "/healthz",
             "/readyz",
-            start_s=start_s,
+            start_s=_START_S,
             is_tls=gateway.tls is not None,
         ),
         resources=resources(

@@ -12,9 +12,6 @@ from ragcache_operator.builders.pod import Mount
 from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.ragcache import ModelSpec
 
-HUB_START_S: Final = 1800
-"""Time for a pod to download weights from the hub."""
-
 
 def model_environment(*models: ModelSpec) -> Mapping[str, EnvValue]:
     """Return variables for the Hugging Face libraries.

@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
+from ragcache_core.errors import InvalidInput
 from ragcache_engine.announcements.node_announcer import NodeAnnouncer
 from ragcache_engine.blend.components import BlendComponents, make_blend_components
 from ragcache_engine.blend.joint_pass import JointPass
@@ -126,11 +127,13 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._settings = EngineSettings()
         check_config(vllm_config, self._settings)
-        check_full_attention(kv_cache_config)
         model = vllm_config.model_config
-        self._model_folder = load_model_folder(str(model.model), model.revision)
-        self._space = self._model_folder.space(
-            str(model.dtype).removeprefix("torch."), self._settings.store_key_file
+        check_full_attention(kv_cache_config, model.max_model_len)
+        folder = load_model_folder(str(model.model), model.revision)
+        self._space = folder.space(
+            str(model.dtype).removeprefix("torch."),
+            self._settings.store_key_file,
+            model.max_model_len,
         )
         self._engine = EngineContext(self._settings, self._space, _make_tracer(self._settings))
         self._scheduler: ConnectorScheduler | None = None
@@ -193,11 +196,18 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Use vLLM's paged cache. vLLM calls this once, before the first request."""
         layers = self._vllm_config.compilation_config.static_forward_context
-        cache = PagedCache(
-            {name: layers[name] for name in kv_caches},
-            next(iter(kv_caches.values())).device,
-            self._vllm_config.cache_config.block_size,
-        )
+        try:
+            cache = PagedCache(
+                {name: layers[name] for name in kv_caches},
+                next(iter(kv_caches.values())).device,
+                self._vllm_config.cache_config.block_size,
+            )
+        except ValueError as error:
+            raise InvalidInput(
+                "model.source",
+                f"has KV that the store cannot keep: {error}",
+                "name a decoder model whose layers have KV of one shape",
+            ) from error
         check_layout(cache, self._space)
         # Connects on threads of the worker half, which run on all cores (``unpinned_pool``).
         client = self._store_client()
@@ -410,7 +420,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._recomputer is None:
             return None
         try:
-            model, config = current_worker().model_runner.model, self._model_folder.config
+            model = current_worker().model_runner.model
+            config = self._vllm_config.model_config.hf_text_config.to_dict()
             return make_blend_components(model, self._recomputer, cache, config, self._space)
         except Exception as error:
             log.warning("connector: only exact reuse: this model cannot blend error=%s", error)

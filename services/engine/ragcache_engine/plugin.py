@@ -86,9 +86,19 @@ def _record_workers() -> None:
         global _worker  # noqa: PLW0603  vLLM passes nothing from here to a connector
         init(self, *args, **kwargs)
         _worker = weakref.ref(self)
+        _check_model(self.vllm_config)
 
     setattr(recording_init, _RECORDS_WORKER, True)
     WorkerBase.__init__ = recording_init
+
+
+def _check_model(vllm_config: Any) -> None:
+    """Check the model of a worker with the connector, before vLLM loads its weights."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == CONNECTOR:
+        from ragcache_engine.vllm_interface.requirements import check_kind  # noqa: PLC0415
+
+        check_kind(vllm_config.model_config)
 
 
 def vllm_version() -> str:

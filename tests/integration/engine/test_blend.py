@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from harness.completion import Completion, complete
+from harness.completion import Completion, complete, is_clear
 from harness.plans import blend_for_all, exact_for_all
 from harness.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
 from harness.stored_values import corrupt
@@ -31,7 +31,6 @@ from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.v1 import engine_pb2
 from tests.integration.engine.test_vllm import VOCABULARY, Platform
-from tests.kit.engine import is_clear
 from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(900)

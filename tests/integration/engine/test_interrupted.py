@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from harness.completion import complete
+from harness.completion import complete, is_clear
 from harness.plans import blend_for_all, exact_for_all
 from harness.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
 from ragcache_core.plan.prompt import Prompt
@@ -30,7 +30,7 @@ from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
 from tests.integration.engine.test_blend import LENGTHS, TEMPLATE_TOKENS, make_blend_prompt
 from tests.integration.engine.test_vllm import Platform
-from tests.kit.engine import is_clear, samples, total
+from tests.kit.engine import samples, total
 from tests.kit.wait import wait_until
 
 HOST = "127.0.0.2"

@@ -19,7 +19,9 @@ _RUN = """
 import json
 from types import SimpleNamespace
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+)
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace
 from ragcache_engine.vllm_interface import requirements
@@ -70,13 +72,16 @@ def refused(**changes):
 
 def kept(*specs):
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
-    return error_of(requirements.check_full_attention, SimpleNamespace(kv_cache_groups=groups))
+    config = SimpleNamespace(kv_cache_groups=groups)
+    return error_of(requirements.check_full_attention, config, 512)
 
 
 sizes = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 full = FullAttentionSpec(**sizes)
 part_full = FullAttentionSpec(**sizes, sliding_window=64)
 window = SlidingWindowSpec(**sizes, sliding_window=64)
+all_tokens = SlidingWindowSpec(**sizes, sliding_window=512)
+latent = MLAAttentionSpec(**sizes)
 uniform = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"0": window})
 cache = SimpleNamespace(shape=CacheShape(2, 16, 32, torch.bfloat16), num_layers=4)
 space = KVSpace("", 4, 2, 32, "bfloat16")
@@ -104,6 +109,16 @@ print(json.dumps({
     "windows in some layers": kept(part_full),
     "window": kept(window),
     "uniform windows": kept(uniform),
+    "windows of all tokens": kept(all_tokens),
+    "latent vectors": kept(latent),
+    "two groups": kept(full, window),
+    "latent attention": refused(model_config__use_mla=True),
+    "state": refused(model_config__is_hybrid=True),
+    "scales": refused(
+        model_config__hf_config=SimpleNamespace(
+            quantization_config={"kv_cache_scheme": {"type": "float"}}
+        )
+    ),
     "layout": error_of(requirements.check_layout, cache, space),
     "other layers": error_of(requirements.check_layout, cache, KVSpace("", 5, 2, 32, "bfloat16")),
 }))
@@ -141,6 +156,12 @@ def test_an_unsupported_configuration_is_refused_with_field_and_fix() -> None:
         "windows in some layers": None,
         "window": ("model.source", "--disable-sliding-window"),
         "uniform windows": ("model.source", "SlidingWindowSpec"),
+        "windows of all tokens": None,
+        "latent vectors": ("model.source", "MLAAttentionSpec"),
+        "two groups": ("model.source", "in 2 ways"),
+        "latent attention": ("model.source", "(MLA)"),
+        "state": ("model.source", "Mamba"),
+        "scales": ("model.source", "kv_cache_scheme"),
         "layout": None,
         "other layers": ("model.source", "(4, 2, 32, 'bfloat16')"),
     }

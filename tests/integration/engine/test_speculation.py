@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
+from harness.completion import is_clear
 from harness.processes import CacheStore, Engine
 from ragcache_core.plan.prompt import Prompt
 from ragcache_gateway.prompts.conversation import Conversation
 from ragcache_wire.v1 import retriever_pb2
 from ragcache_wire.watched.members import FixedMembers
-from tests.kit.engine import is_clear
 from tests.kit.gateway import (
     CONFIG,
     FakeRetriever,

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from harness.completion import Completion, complete, record_of
+from harness.completion import Completion, complete, is_clear, record_of
 from harness.processes import (
     COMPUTES_PLAIN,
     CacheStore,
@@ -46,7 +46,7 @@ from ragcache_wire.peers.credentials import Credentials
 from ragcache_wire.v1 import engine_pb2
 from ragcache_wire.watched.members import FixedMembers
 from ragcache_wire.watched.signing_keys import SigningKeys
-from tests.kit.engine import STORE_AWAY, is_clear, is_stored, samples, total
+from tests.kit.engine import STORE_AWAY, is_stored, samples, total
 from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(600)

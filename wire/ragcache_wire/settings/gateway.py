@@ -287,8 +287,8 @@ class GatewaySettings(PartSettings):
     """JSON file with limits, which replaces the settings of the same names. The file is read again
     when it changes."""
     model: str = setting(spec="spec.model.source")
-    """The model: a folder or a Hugging Face name. The gateway reads its tokenizer and computes the
-    fingerprint of its weights."""
+    """The model: a folder or a Hugging Face name. The gateway reads its tokenizer and settings, and
+    the weights of a folder for their fingerprint. It downloads no weights."""
     model_name: str = setting(spec="spec.model.name")
     """Name under which the engines serve the model, and which requests give as "model"."""
     model_dtype: ModelDtype = setting("auto", spec="spec.model.dtype")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ragcache_engine.blend.key_weighing import KeyWeighing
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 
 if TYPE_CHECKING:
@@ -41,14 +42,6 @@ _ROUNDING = 1e-9
 
 _MAX_SCORES = 1 << 24
 """Attention weights that are computed at a time: 64 MiB of float32."""
-
-_UNSUPPORTED_UNLESS: dict[str, tuple[Any, ...]] = {
-    "sliding_window": (None, -1, (-1, -1)),
-    "logits_soft_cap": (None, 0, 0.0),
-    "alibi_slopes": (None,),
-    "sinks": (None,),
-}
-"""Names that backends give to other ways of weighing keys, with the values that mean "off"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +70,12 @@ class AttentionObserver:
     """Measures attention of the worker's model. Only the worker's main thread may use it.
 
     Raises:
-        ValueError: If a layer weighs keys by more than their product with the query.
+        ValueError: If a layer weighs keys in an unknown way.
     """
 
     def __init__(self, cache: PagedCache, recomputer: Recomputer) -> None:
         for layer in cache.layers:
-            for name, off_values in _UNSUPPORTED_UNLESS.items():
-                if (setting := getattr(layer.impl, name, None)) not in off_values:
-                    raise ValueError(f"attention with {name} = {setting} is not supported")
+            KeyWeighing.of(layer.impl)
         self._cache = cache
         self._recomputer = recomputer
 
@@ -175,7 +166,7 @@ class AttentionHook(ABC):
 
         def forward(layer: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
             output = attend(layer, query, *rest, **named)
-            self._on_query(index, query, impl.scale)
+            self._on_query(index, query, KeyWeighing.of(impl))
             if self._must_stop():
                 raise PassInterrupted
             return output
@@ -189,29 +180,21 @@ class AttentionHook(ABC):
             else:
                 impl.forward = outer
 
-    def _on_query(self, index: int, query: torch.Tensor, scale: float) -> None:
+    def _on_query(self, index: int, query: torch.Tensor, weighing: KeyWeighing) -> None:
         positions = self._positions
         count, end = len(positions), positions.stop
         keys = self._cache.keys(index, self._blocks, 0, end).float()  # [keys, kv heads, dim]
         num_kv_heads, dim = keys.shape[1:]
-        queries = query[:count].reshape(count, num_kv_heads, -1, dim).float() * scale
-        future = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
+        queries = query[:count].reshape(count, num_kv_heads, -1, dim).float()
         step = max(1, _MAX_SCORES // (end * queries.shape[1] * queries.shape[2]))
 
         def weights() -> Iterator[torch.Tensor]:
             for start in range(0, count, step):
                 part = queries[start : start + step]  # [rows, kv heads, group, dim]
                 scores = torch.einsum("rhgd,khd->hgrk", part, keys)
-                scores[..., positions.start :].masked_fill_(
-                    future[start : start + step], -torch.inf
-                )
-                yield self._to_weights(scores)
+                yield weighing.weights(scores, positions.start + start)
 
         self._add(index, weights())
-
-    def _to_weights(self, scores: torch.Tensor) -> torch.Tensor:
-        """Convert scores to attention weights. Scores of masked positions are -inf."""
-        return scores.softmax(-1)
 
     @abstractmethod
     def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:

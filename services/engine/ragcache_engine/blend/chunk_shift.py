@@ -28,8 +28,8 @@ _UPDATE = "do_kv_cache_update"
 
 _Kernel = Callable[..., None]
 
-_Located = tuple[Offsets, Offsets, Floats]
-"""Offsets of some tokens' keys and of their values, and cosines and sines of their positions."""
+_Located = tuple[Offsets, Offsets]
+"""Offsets of some tokens' keys, and of their values."""
 
 _Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes keys and values of a layer to slots."""
@@ -94,12 +94,12 @@ class ChunkShift:
         if self._packed is None:
             return _TorchShift.of(one, plan, rows, self._cache, self._rope)
         recomputed = torch.tensor([p for run in one.runs for p in run], dtype=torch.int64)
+        shifted = torch.from_numpy(plan.positions)
 
         def located(positions: torch.Tensor) -> _Located:
             assert self._packed is not None
             blocks, in_block = self._cache.kernel_slots(one.blocks, positions)
-            offsets = self._packed.offsets(blocks.numpy(), in_block.numpy())
-            return *offsets, _cos_sin(positions.numpy(), self._rope)
+            return self._packed.offsets(blocks.numpy(), in_block.numpy())
 
         return _CompiledShift(
             kernel=self._kernel(),
@@ -108,7 +108,11 @@ class ChunkShift:
             weights=plan.weights,
             chunk_of=plan.chunk_of,
             recomputed=located(recomputed),
-            shifted=located(torch.from_numpy(plan.positions)),
+            shifted=located(shifted),
+            angles=[
+                (_cos_sin(recomputed.numpy(), rope), _cos_sin(shifted.numpy(), rope))
+                for rope in _ropes(self._rope)
+            ],
             pairs=_pairs(self._rope),
         )
 
@@ -154,6 +158,7 @@ class _CompiledShift:
         chunk_of: The chunk of each shifted token.
         recomputed: The recomputed tokens.
         shifted: The shifted tokens.
+        angles: Cosines and sines of both, for all layers or for each.
         pairs: int64 [2, rotary_dim / 2].
     """
 
@@ -164,16 +169,18 @@ class _CompiledShift:
     chunk_of: NDArray[np.int64]
     recomputed: _Located
     shifted: _Located
+    angles: Sequence[tuple[Floats, Floats]]
     pairs: NDArray[np.int64]
 
     def shift(self, index: int, key: torch.Tensor, value: torch.Tensor, write: _Write) -> None:
         """The kernel writes to the cache itself."""
+        of_recomputed, of_shifted = self.angles[index % len(self.angles)]
         self.kernel(
             self.packed.layers[index],
-            self.recomputed,
+            (*self.recomputed, of_recomputed),
             (self._bits(key), self._bits(value)),
             self.weights,
-            (*self.shifted, self.chunk_of),
+            (*self.shifted, of_shifted, self.chunk_of),
             (self.pairs, *self.packed.dims, self.packed.head_stride),
         )
 
@@ -197,6 +204,7 @@ class _TorchShift:
         weights: What each recomputed token adds to the shift of each chunk; float32
             [chunks, recomputed].
         slots: Of the shifted tokens.
+        angles: Rotations of the recomputed and of the shifted tokens, for all layers or for each.
     """
 
     cache: PagedCache
@@ -206,8 +214,7 @@ class _TorchShift:
     chunk_of: torch.Tensor
     weights: torch.Tensor
     slots: torch.Tensor
-    angles_recomputed: _Angles
-    angles_shifted: _Angles
+    angles: Sequence[tuple[_Angles, _Angles]]
 
     @classmethod
     def of(
@@ -226,8 +233,10 @@ class _TorchShift:
             chunk_of=torch.from_numpy(plan.chunk_of).to(device),
             weights=torch.from_numpy(plan.weights).to(device),
             slots=(table[shifted // size] * size + shifted % size).to(device),
-            angles_recomputed=_Angles.of(recomputed, rope, device),
-            angles_shifted=_Angles.of(shifted, rope, device),
+            angles=[
+                (_Angles.of(recomputed, of_layer, device), _Angles.of(shifted, of_layer, device))
+                for of_layer in _ropes(rope)
+            ],
         )
 
     def shift(self, index: int, key: torch.Tensor, value: torch.Tensor, write: _Write) -> None:
@@ -236,14 +245,15 @@ class _TorchShift:
         keys, values = keys.float(), values.float()
         shape = (count, *keys.shape[1:])
         new_keys, new_values = (rows[self.rows].view(shape).float() for rows in (key, value))
-        key_changes = self.angles_recomputed.unrotated(new_keys - keys[:count])
+        of_recomputed, of_shifted = self.angles[index % len(self.angles)]
+        key_changes = of_recomputed.unrotated(new_keys - keys[:count])
         value_changes = new_values - values[:count]
         key_shift, value_shift = (
             torch.einsum("cn,nhd->chd", self.weights, changes)[self.chunk_of]
             for changes in (key_changes, value_changes)
         )
         write(
-            (keys[count:] + self.angles_shifted.rotated(key_shift)).to(key.dtype),
+            (keys[count:] + of_shifted.rotated(key_shift)).to(key.dtype),
             (values[count:] + value_shift).to(value.dtype),
             self.slots,
         )
@@ -285,6 +295,11 @@ class _Angles:
         """Rotate keys back to position 0."""
         partners = keys.index_select(-1, self.partner)
         return torch.addcmul(keys * self.cos, partners, self.sin, value=-1)
+
+
+def _ropes(rope: Rope) -> list[Rope]:
+    """Return the rotation of all layers, or those of each layer."""
+    return [rope.of_layer(index) for index in range(len(rope.by_layer) or 1)]
 
 
 def _pairs(rope: Rope) -> NDArray[np.int64]:

@@ -197,6 +197,30 @@ class Recomputer:
             )
         return output
 
+    def compute_alone(self, token: int, blocks: Sequence[int], position: int) -> None:
+        """Compute the KV of a token that attends only to itself, without compiled code.
+
+        Args:
+            token: Its id.
+            blocks: Its KV is written to the first slot of the first block.
+            position: The position that its keys are rotated to.
+        """
+        inputs = self.pass_inputs([PromptSlice([token], blocks, [range(1)])])
+        context = set_forward_context(
+            inputs.metadata_by_layer,
+            self.vllm_config,
+            num_tokens=1,
+            slot_mapping=inputs.slots_by_layer,
+            skip_compiled=True,  # vLLM compiles in a pass of its own, later
+        )
+        with context, torch.inference_mode():
+            self._model.forward(
+                input_ids=inputs.input_ids,
+                positions=torch.full_like(inputs.positions, position),
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+
     def pass_inputs(
         self, slices: Sequence[PromptSlice], *, writes: bool = True, after: Any = None
     ) -> PassInputs:

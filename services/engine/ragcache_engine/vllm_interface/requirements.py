@@ -6,7 +6,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace
@@ -14,7 +18,7 @@ from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_wire.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _DEFAULT_BRANCH: Final = "main"
@@ -64,8 +68,43 @@ def check_config(vllm_config: VllmConfig, settings: EngineSettings) -> None:
         )
 
 
+def check_kind(model: ModelConfig) -> None:
+    """Check that a model has keys and values by head in every layer, in its own dtype.
+
+    vLLM fails to start with some of the other models before it makes the connector. So each worker
+    calls this first (``plugin``).
+
+    Raises:
+        InvalidInput: It has another kind of KV.
+    """
+    quantization = getattr(model.hf_config, "quantization_config", None)
+    if isinstance(quantization, dict) and quantization.get("kv_cache_scheme"):
+        raise InvalidInput(
+            "model.source",
+            "has scales for KV in FP8 (quantization_config.kv_cache_scheme in its config.json), and"
+            " the store keeps KV without scales",
+            "name a checkpoint whose KV cache is not quantized",
+        )
+    if getattr(model, "use_mla", False):
+        raise InvalidInput(
+            "model.source",
+            "has latent attention (MLA), which keeps one vector per token in place of keys and"
+            " values by head",
+            "name a decoder model with ordinary attention in every layer, or serve this one"
+            " without the connector",
+        )
+    if getattr(model, "is_hybrid", False):
+        raise InvalidInput(
+            "model.source",
+            "has layers with a state (Mamba or linear attention) in place of keys and values",
+            "name a decoder model with attention in every layer, or serve this one without the"
+            " connector",
+        )
+
+
 def _check_model(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
+    check_kind(model)
     quantized_in_folder = getattr(model.hf_config, "quantization_config", None) is not None
     if model.hf_overrides or (model.quantization and not quantized_in_folder):
         # Keys are a hash of the model's folder, which does not contain these options.
@@ -118,26 +157,40 @@ def _is_pinned(revision: str | None) -> bool:
     return revision in (None, _DEFAULT_BRANCH) or _COMMIT.fullmatch(revision) is not None
 
 
-def check_full_attention(kv_cache_config: KVCacheConfig) -> None:
+def check_full_attention(kv_cache_config: KVCacheConfig, max_length: int) -> None:
     """Check that vLLM keeps the KV of all tokens.
 
     With a sliding window in all layers vLLM frees older blocks, but its prefix cache still finds
     the prompt. The connector would save blocks that hold other KV. With windows in some layers
-    only, vLLM keeps all blocks.
+    only, vLLM keeps all blocks. A window of all tokens frees none.
+
+    Args:
+        kv_cache_config: vLLM's KV cache.
+        max_length: Most tokens of prompt and answer together.
 
     Raises:
-        InvalidInput: vLLM frees the KV of older tokens.
+        InvalidInput: vLLM frees the KV of older tokens, or layers keep KV in several ways.
     """
-    for group in kv_cache_config.kv_cache_groups:
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) > 1:
+        raise InvalidInput(
+            "model.source",
+            f"has layers that keep KV in {len(groups)} ways, each with blocks of its own",
+            "name a decoder model whose layers have KV of one shape",
+        )
+    for group in groups:
         spec = group.kv_cache_spec
         uniform = isinstance(spec, UniformTypeKVCacheSpecs)
         for layer_spec in spec.kv_cache_specs.values() if uniform else (spec,):
-            if not isinstance(layer_spec, FullAttentionSpec):
+            # Subclasses keep other things: latent vectors, or blocks that are evicted.
+            kind = type(layer_spec)
+            never_full = kind is SlidingWindowSpec and layer_spec.sliding_window >= max_length
+            if kind is not FullAttentionSpec and not never_full:
                 raise InvalidInput(
                     "model.source",
-                    f"has KV of kind {type(layer_spec).__name__}, which vLLM keeps only in part",
-                    "name a decoder model with full attention; if its attention has a window, add"
-                    " --disable-sliding-window, which limits prompts to the window",
+                    f"has KV of kind {kind.__name__}, which vLLM keeps only in part",
+                    "name a decoder model with full attention; if its attention has a window,"
+                    " choose a maxLength that fits it, or add --disable-sliding-window",
                 )
 
 

@@ -230,3 +230,29 @@ def test_tensors_are_read_in_the_order_of_their_bytes() -> None:
 def test_a_damaged_header_is_refused(raw: bytes, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         read_tensors(raw, range(100, 116))
+
+
+def test_a_decoder_inside_of_another_model_has_its_own_sizes() -> None:
+    whole = {"model_type": "mistral3", "dtype": "float16", "text_config": CONFIG}
+    assert kv_space("f", whole, "auto") == kv_space("f", CONFIG, "float16")
+
+
+def test_sizes_that_the_class_of_a_model_implies_may_be_left_out() -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    space = kv_space("f", {"text_config": text}, "auto")
+    assert space == KVSpace("f", 34, 4, 256, "bfloat16")
+
+
+def test_a_text_config_that_is_no_object_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="text_config"):
+        kv_space("f", {"text_config": [1]}, "auto")
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_the_two_rotations_of_longrope_are_two_spaces(field: str) -> None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    config = CONFIG | {field: rope}
+    short, edge, long = (kv_space("f", config, "float16", max_length=n) for n in (100, 4096, 4097))
+    assert short == edge == kv_space("f", config, "float16")
+    assert long != short
+    assert kv_space("f", CONFIG, "float16", max_length=4097) == kv_space("f", CONFIG, "float16")

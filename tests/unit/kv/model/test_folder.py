@@ -198,3 +198,37 @@ def test_a_damaged_file_is_refused_by_name(
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(InvalidInput, match=r"model\.source.*model-2-of-2\.safetensors"):
         load_model_folder(str(folder))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a model in a cache of the hub, which can be read offline."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub" / "models--org--model"
+
+
+def commit(hub: Path, name: str, weights: Tensors | None) -> str:
+    """Add a commit of the main branch with the small files, and with weights if any are given."""
+    snapshot = hub / "snapshots" / name
+    snapshot.mkdir(parents=True)
+    if weights is not None:
+        write(snapshot, weights)
+    (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    (snapshot / "tokenizer.json").write_bytes(TOKENIZER)
+    (hub / "refs").mkdir(exist_ok=True)
+    (hub / "refs" / "main").write_text(name)
+    return fingerprint(Path("org/model"))
+
+
+def test_the_commit_stands_for_the_weights_of_a_hub_model(hub: Path) -> None:
+    engine = commit(hub, "a" * 40, tensors())
+    for file in (hub / "snapshots" / ("a" * 40)).glob("*.safetensors"):
+        file.unlink()
+    assert fingerprint(Path("org/model")) == engine, "a gateway has no weights"
+    assert commit(hub, "b" * 40, None) != engine
+    assert fingerprint(hub / "snapshots" / ("a" * 40)) == engine, "vLLM names it so offline"
+    pinned = load_model_folder("org/model", "a" * 40)
+    assert pinned.fingerprint == engine

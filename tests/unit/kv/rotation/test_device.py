@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ def difference(
     dim, partial = keys
     config = {"model_type": "llama", "head_dim": dim, "partial_rotary_factor": partial}
     rope, number = read_rope(config, pairing), NUMBERS[dtype]
+    if dim == KEYS[-1][0]:  # layers that differ
+        still = (0.0,) * len(rope.frequencies)
+        rope = replace(rope, by_layer=(rope.frequencies, still))
     rng = np.random.default_rng(dim)
     values = rng.standard_t(2, (LAYERS, 2, TOKENS, HEADS, dim)).astype(np.float32)
     values[0, 0, 0, 0, :2] = 0, -0.0
@@ -95,9 +99,8 @@ def fused() -> dict[str, int]:
     ):
         chosen = {**constants, "NEIGHBOURS": neighbours, "BFLOAT16": pointer == "*i16"}
         signature = {"keys": pointer, "out": pointer, "table": "*fp32"}
-        signature |= {"num_rows": "i32", "group_numbers": "i64"} | dict.fromkeys(
-            chosen, "constexpr"
-        )
+        sizes = {"num_rows": "i32", "group_numbers": "i64", "table_numbers": "i32"}
+        signature |= sizes | dict.fromkeys(chosen, "constexpr")
         constexprs = {(list(signature).index(name),): value for name, value in chosen.items()}
         source = ASTSource(fn=device._rotate, signature=signature, constexprs=constexprs)
         target = GPUTarget("cuda", chip, 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -268,3 +269,19 @@ def test_angles_are_exact_at_128k_where_float32_is_off() -> None:
     off = np.abs(np.cos(single.astype(np.float64)) - exact[0]).max()
     print(f"with float32 angles cosines would be off by {off:.5f}")
     assert off > 1000 * 2**-24
+
+
+def test_each_layer_of_a_value_is_rotated_by_its_own_frequencies() -> None:
+    first, second = rope(theta=10_000.0), rope(theta=500_000.0)
+    both = replace(first, by_layer=(first.frequencies, second.frequencies))
+    rng = np.random.default_rng(0)
+    value = rng.standard_normal((2, 2, 5, 3, 64)).astype(np.float32).view(np.uint32)
+    out = KeyRotation(both, "float32").rotate_part(value, 77, np.empty_like(value))
+    for index, of_layer in enumerate((first, second)):
+        alone = value[index].copy()
+        KeyRotation(of_layer, "float32").rotate_part(alone, 77)
+        assert np.array_equal(out[index], alone)
+    with pytest.raises(ValueError, match="has 1 layers, not 2"):
+        KeyRotation(both, "float32").rotate_part(value[:1], 77)
+    with pytest.raises(ValueError, match="layer decides"):
+        KeyRotation(both, "float32").rotate_keys(value[0, 0], 77)

@@ -70,10 +70,72 @@ def test_llama_2_knows_its_theta() -> None:
     assert read_rope({"model_type": "llama", "head_dim": 64}) == read_rope(config())
 
 
+BY_TYPE: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    },
+}
+UNLIKE_SHARES = {
+    **BY_TYPE,
+    "rope_parameters": {
+        "sliding_attention": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        "full_attention": {"rope_theta": 10_000.0},
+    },
+}
+LONGROPE = {
+    "model_type": "phi3",
+    "original_max_position_embeddings": 4096,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0] * 32,
+        "long_factor": [2.0 + pair for pair in range(32)],
+    },
+}
+
+
+def test_each_type_of_layer_has_a_table_of_its_own() -> None:
+    rope = read_rope(config(**BY_TYPE))
+    local = read_rope(config(model_type="gemma3_text", rope_theta=10_000.0)).frequencies
+    linear = {"rope_type": "linear", "factor": 8.0}
+    wide = read_rope(config(model_type="gemma3_text", rope_theta=1e6, rope_scaling=linear))
+    assert rope.by_layer == (local, wide.frequencies, local)
+    assert rope.of_layer(1) == wide
+
+
+def test_types_of_layers_with_equal_tables_are_one_rotation() -> None:
+    same = {kind: {"rope_theta": 10_000.0} for kind in BY_TYPE["layer_types"]}
+    assert read_rope(config(**{**BY_TYPE, "rope_parameters": same})).by_layer == ()
+
+
+def test_layers_that_do_not_rotate_have_frequencies_of_zero() -> None:
+    own = read_rope(config()).frequencies
+    still = (0.0,) * len(own)
+    assert read_rope(config(no_rope_layers=[1, 0, 1])).by_layer == (own, still, own)
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+    rope = read_rope(config(model_type="exaone4", **windows))
+    assert rope.by_layer == (own, still)
+
+
+def test_the_most_tokens_of_a_sequence_choose_the_table_of_longrope() -> None:
+    plain = read_rope(config(model_type="phi3")).frequencies
+    assert read_rope(config(**LONGROPE), max_length=4096).frequencies == plain
+    long = read_rope(config(**LONGROPE), max_length=4097).frequencies
+    assert long == pytest.approx([own / (2 + pair) for pair, own in enumerate(plain)], rel=1e-6)
+
+
+def test_minimax_names_the_rotated_numbers() -> None:
+    assert read_rope(config(model_type="minimax_m2", rotary_dim=32)).rotary_dim == 32
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("rope_scaling.rope_type", {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "length"),
     ("rope_scaling.type", {"rope_scaling": {"type": "dynamic", "alpha": 1000.0}}, "length"),
     ("rope_scaling.type", {"rope_scaling": {"type": "longrope"}}, "two tables"),
+    ("rope_parameters", UNLIKE_SHARES, "unlike shares"),
+    ("no_rope_layers", {**BY_TYPE, "no_rope_layers": [1, 0]}, "length"),
     ("rope_scaling.type", {"rope_scaling": {"type": "su"}}, "two tables"),
     ("rope_scaling.type", {"rope_scaling": {"type": "mrope"}}, "three numbers"),
     ("rope_scaling.type", {"rope_scaling": {"type": "novel"}}, "unknown"),
@@ -87,7 +149,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("rope_parameters.full_attention", {"rope_parameters": {"full_attention": {}}}, "layers"),
     ("rope_parameters", {"rope_parameters": [1]}, "no object"),
     ("rope_local_base_freq", {"rope_local_base_freq": 1e4}, "layers"),
-    ("no_rope_layers", {"no_rope_layers": [1, 1, 0]}, "layers"),
     ("alibi", {"alibi": True}, "no rotary"),
     ("position_embedding_type", {"position_embedding_type": "alibi"}, "no rotary"),
     ("position_embedding_type", {"position_embedding_type": ["rope"]}, "no rotary"),

@@ -265,16 +265,9 @@ for field, value in {
 
 def base_of(path: str) -> Object:
     spec = deepcopy(WHOLE)
-    if path.startswith("gateway.httpRoute"):
-        del spec["gateway"]["ingress"]
-        spec["gateway"]["httpRoute"] = {"gateway": "one"}
+    change_gateway(path, spec["gateway"])
     if path.startswith("cacheStore.encryption"):
         spec.setdefault("cacheStore", {})["encryption"] = {"secretRef": {"name": "one"}}
-    if path.startswith("gateway.tls"):
-        del spec["gateway"]["ingress"]
-        spec["gateway"]["tls"] = {"secretName": "one"}
-    if path.startswith("gateway.service"):
-        spec["gateway"]["service"] = {}
     if path == "trustedCA.key":
         spec["trustedCA"] = {"configMap": "one"}
     if path == "proxy.noProxy":
@@ -292,12 +285,23 @@ def base_of(path: str) -> Object:
         model = {"source": "hf:e/f", "name": "one", "tokenSecret": {"name": "one"}}
         spec["model"] = {"source": "hf:a/b"}
         spec["engines"] = [{"name": "main", "model": model}, {"name": "other"}]
-    if path.startswith("gateway.auth.secretRef"):
-        spec["gateway"]["auth"] = {"secretRef": {"name": "one"}}
     if path.startswith(("retriever.backend", "retriever.replicas")):
         kind = (path + ".postgres").split(".")[2]
         spec["retriever"]["backend"] = {kind: {"urlSecret": {"name": "one"}}}
     return spec
+
+
+def change_gateway(path: str, gateway: Object) -> None:
+    if path.startswith("gateway.httpRoute"):
+        del gateway["ingress"]
+        gateway["httpRoute"] = {"gateway": "one"}
+    if path.startswith("gateway.tls"):
+        del gateway["ingress"]
+        gateway["tls"] = {"secretName": "one"}
+    if path.startswith("gateway.service"):
+        gateway["service"] = {}
+    if path.startswith("gateway.auth.secretRef"):
+        gateway["auth"] = {"secretRef": {"name": "one"}}
 
 
 def with_value(spec: Object, path: str, value: Any) -> Object:

@@ -1,0 +1,1 @@
+"""Checks which families of models blend, reuse exact prefixes only, or are refused."""
