@@ -127,7 +127,7 @@ class PagedCache:
         Returns:
             [num_layers, 2, num_tokens, num_kv_heads, head_dim].
         """
-        pinned = self.device.type == "cuda"
+        pinned = self.device.type != "cpu"
         return torch.empty(self._dims(num_tokens), dtype=self.shape.dtype, pin_memory=pinned)
 
     def read_layer(
@@ -240,7 +240,7 @@ class PagedCache:
         known, uploaded = self._last_table
         if known != table:
             uploaded = torch.tensor(table, dtype=torch.int64)
-            if self.device.type == "cuda":
+            if self.device.type != "cpu":
                 uploaded = uploaded.pin_memory().to(self.device, non_blocking=True)
             self._last_table = table, uploaded
         return uploaded
