@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -23,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from ragcache_engine.kv_cache import host_memory
 from ragcache_engine.kv_cache.device_event import DeviceEvent
 
 DEVICE: Final = torch.device("meta")
@@ -104,11 +105,28 @@ class SimulatedGpu(TorchDispatchMode):
         super().__init__()
         self.work = Work()
         self._pinned: dict[int, torch.UntypedStorage] = {}
+        self._running: list[DeviceEvent] = []
 
     def take_work(self) -> Work:
         """Return what the device was asked to do since the last call."""
         work, self.work = self.work, Work()
         return work
+
+    def finish(self) -> None:
+        """Do all work that was submitted. Events are complete only then."""
+        self._running.clear()
+
+    def add_event(self, event: DeviceEvent) -> None:
+        """Add an event that ``finish`` completes."""
+        self._running.append(event)
+
+    def is_complete(self, event: DeviceEvent) -> bool:
+        """Tell whether an event is complete."""
+        return not any(one is event for one in self._running)
+
+    def pinned(self, dims: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate pinned host memory, on any thread."""
+        return self._pin(torch.empty(tuple(dims), dtype=dtype))
 
     def kernel(self, name: str, run: Callable[..., Any], *args: Any) -> Any:
         """Run a function of CPU tensors as one launch on their counterparts here."""
@@ -143,7 +161,7 @@ class SimulatedGpu(TorchDispatchMode):
             if isinstance(one, DeviceTensor)
         ]
         if name == "is_pinned":
-            return not used and args[0].untyped_storage().data_ptr() in self._pinned
+            return not used and self._is_pinned(args[0])
         if name == "_pin_memory":
             return self._pin(args[0].clone(memory_format=torch.contiguous_format))
         if name == "_to_copy" and (is_here or used):
@@ -253,15 +271,23 @@ class SimulatedGpu(TorchDispatchMode):
 def simulated_gpu() -> Iterator[SimulatedGpu]:
     """Simulate a GPU for the calling thread."""
     gpu, owner = SimulatedGpu(), threading.get_ident()
-    wait = DeviceEvent.wait
+    make, wait = DeviceEvent.__init__, DeviceEvent.wait
+
+    def made(event: DeviceEvent, device: torch.device, *rest: Any) -> None:
+        make(event, device, *rest)
+        if threading.get_ident() == owner:
+            gpu.add_event(event)
 
     def waiting(event: DeviceEvent) -> None:
-        if threading.get_ident() == owner:
+        if threading.get_ident() == owner and not gpu.is_complete(event):
             gpu.wait("event")
         wait(event)
 
     with (
+        mock.patch.object(DeviceEvent, "__init__", made),
+        mock.patch.object(DeviceEvent, "is_complete", property(gpu.is_complete)),
         mock.patch.object(DeviceEvent, "wait", waiting),
+        mock.patch.object(host_memory, "empty_pinned", gpu.pinned),
         # In inference mode torch refuses views of tensors like these.
         mock.patch.object(torch, "inference_mode", torch.no_grad),
         _interpreted_kernels(gpu),

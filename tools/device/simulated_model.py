@@ -6,6 +6,7 @@ The dense work of a layer is one launch, its write and its attention one each.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -171,7 +172,7 @@ def _attend(
     tables: torch.Tensor,
 ) -> torch.Tensor:
     mixed = torch.empty_like(query)
-    for run, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for run, (start, stop) in enumerate(itertools.pairwise(starts)):
         end = int(ends[run])
         positions = torch.arange(end)
         blocks = tables[run].long()[positions // BLOCK_TOKENS]

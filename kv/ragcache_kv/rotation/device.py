@@ -52,7 +52,7 @@ def rotate(
     _rotate[(triton.cdiv(rows, program_rows), groups)](
         _stored(before),
         _stored(after),
-        _table_on(rope, delta, given.device),
+        _table(rope, delta, pinned=given.device.type != "cpu").to(given.device, non_blocking=True),
         rows,
         before.stride(0),
         DIM=dim,
@@ -66,9 +66,10 @@ def rotate(
 
 
 @lru_cache(_CACHED)
-def _table_on(rope: Rope, delta: int, device: torch.device) -> torch.Tensor:
-    # The copy is complete at return, so any stream may read it.
-    return torch.from_numpy(cos_sin(rope, delta)).to(device)
+def _table(rope: Rope, delta: int, *, pinned: bool) -> torch.Tensor:
+    """Return cosines and sines. The thread need not wait until a GPU has read pinned memory."""
+    table = torch.from_numpy(cos_sin(rope, delta))
+    return table.pin_memory() if pinned else table
 
 
 def _is_same_memory(given: torch.Tensor, out: torch.Tensor) -> bool:

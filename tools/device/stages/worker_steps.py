@@ -16,7 +16,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -124,7 +123,7 @@ class Steps:
         works.append(self.gpu.take_work())
         keys = [LookupKey.for_variant(span.variant) for span in self.spans]
         _wait(lambda: all(one.stored for one in self.client.lookup(keys, WAIT_S).variants))
-        self.gpu.take_work()
+        self.gpu.finish()
         return _sum(works)
 
     def load(self) -> Work:
@@ -164,6 +163,7 @@ class Steps:
 
         def released() -> bool:
             self.worker.advance((), busy=False)
+            self.gpu.finish()
             return "c" in self.worker.take_released()
 
         _wait(released)
@@ -193,6 +193,7 @@ class Steps:
 
         def received() -> bool:
             self.worker.advance((), busy=busy)
+            self.gpu.finish()
             return job.request_id in self.worker.take_received()
 
         _wait(received)
