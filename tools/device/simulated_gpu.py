@@ -160,10 +160,8 @@ class SimulatedGpu(TorchDispatchMode):
             for one in many
             if isinstance(one, DeviceTensor)
         ]
-        if name == "is_pinned":
-            return not used and self._is_pinned(args[0])
-        if name == "_pin_memory":
-            return self._pin(args[0].clone(memory_format=torch.contiguous_format))
+        if name in ("is_pinned", "_pin_memory"):
+            return self._pinning(name, args[0])
         if name == "_to_copy" and (is_here or used):
             return self._to_copy(operation, args, kwargs, used)
         if name == "copy_" and used:
@@ -182,6 +180,11 @@ class SimulatedGpu(TorchDispatchMode):
     def wait(self, what: str) -> None:
         """Count a host wait."""
         self.work.host_waits[f"{what} at {_caller()}"] += 1
+
+    def _pinning(self, name: str, tensor: torch.Tensor) -> bool | torch.Tensor:
+        if name == "is_pinned":
+            return not isinstance(tensor, DeviceTensor) and self._is_pinned(tensor)
+        return self._pin(tensor.clone(memory_format=torch.contiguous_format))
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

@@ -51,6 +51,7 @@ from ragcache_kv.values.layout import value_bytes
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
 from tools.device.report import require, run_stage
+from tools.device.run import WORKER_STAGE
 from tools.device.simulated_gpu import DEVICE, SimulatedGpu, Work, simulated_gpu
 from tools.device.simulated_model import (
     BLOCK_TOKENS,
@@ -61,7 +62,6 @@ from tools.device.simulated_model import (
     SimulatedModel,
 )
 
-STAGE: Final = "worker: steps on a simulated GPU"
 NUM_CHUNKS, CHUNK_TOKENS, MOVED_BY = 8, 40, 24
 """The chunks begin and end inside blocks. Other prompts have them MOVED_BY tokens later."""
 
@@ -271,7 +271,7 @@ def main() -> int:
         return {"steps": steps_of, "chunks": NUM_CHUNKS, "layers": SPACE.num_layers}
 
     try:
-        return 0 if run_stage(STAGE, measure) else 1
+        return 0 if run_stage(WORKER_STAGE, measure) else 1
     finally:
         store.service.stop()
 
