@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when kernels are imported
 
