@@ -16,6 +16,7 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.plan.prompt import Prompt
 from ragcache_core.store_api import LookupKey
 from ragcache_kv.store_client.client import StoreClient
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 
 MIN_LEAD = 0.4
 """Lead in log-probability over the second token, several times the error of bfloat16."""
@@ -57,9 +58,11 @@ def total(lines: Iterable[str]) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-def is_stored(address: str, keys: Iterable[VariantKey]) -> bool:
+def is_stored(
+    address: str, keys: Iterable[VariantKey], credentials: Credentials = NO_CREDENTIALS
+) -> bool:
     """Tell whether a store has all of these variants."""
-    client = StoreClient(address)
+    client = StoreClient(address, credentials=credentials)
     try:
         wants = [LookupKey.for_variant(key) for key in keys]
         return all(found.stored for found in client.lookup(wants, 60).variants)

@@ -72,7 +72,9 @@ async def for_each(
 ) -> None:
     """Call a function with each item and wait for all calls.
 
-    The first error cancels the other calls and is raised.
+    The first error cancels the other calls and is raised. A caller that is cancelled meanwhile gets
+    CancelledError, also if a call fails at the same time. A ``TaskGroup`` would raise the error
+    alone, and a task in the background would try again instead of ending.
     """
     waiting = iter(items)
 
@@ -81,12 +83,16 @@ async def for_each(
         for item in waiting:
             await function(item)
 
+    workers = [asyncio.create_task(work()) for _ in range(at_once)]
     try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(at_once):
-                group.create_task(work())
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    failed = [one for one in workers if not one.cancelled() and one.exception() is not None]
+    for worker in failed or workers:
+        worker.result()
 
 
 class ItemTask:

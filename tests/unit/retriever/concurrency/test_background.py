@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from ragcache_core.errors import InvalidInput, NotFound, Unavailable
 from ragcache_retriever.concurrency import background
-from ragcache_retriever.concurrency.background import ItemTask, for_each
+from ragcache_retriever.concurrency.background import BackgroundTask, ItemTask, for_each
 from tests.kit.wait import until
 
 
@@ -46,6 +46,34 @@ async def test_an_error_cancels_the_other_calls() -> None:
     with pytest.raises(KeyError):
         await for_each(range(9), use, at_once=2)
     assert cancelled == [0]
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_a_task_whose_calls_fail_as_it_is_stopped_ends(num_turns: int) -> None:
+    """The error comes before the stop, with the stop or after it, by turns of the event loop."""
+    may_fail = asyncio.Event()
+    begun = asyncio.Event()
+
+    async def fail(_: int) -> None:
+        begun.set()
+        await may_fail.wait()
+        raise Unavailable("retriever", "no process starts")
+
+    async def work_on(_: str) -> None:
+        await for_each([1, 2], fail, at_once=2)
+
+    task = BackgroundTask("work", ItemTask("work", lambda: ["a"], work_on)._run)
+    task.start()
+    await begun.wait()
+    running = task._task
+    assert running is not None
+    may_fail.set()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    running.cancel()
+    done, _ = await asyncio.wait([running], timeout=60)
+    assert done == {running}
+    assert running.cancelled()
 
 
 class Work:
