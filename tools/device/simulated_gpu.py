@@ -64,14 +64,14 @@ class Work:
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor of the simulated GPU. ``inner`` has its numbers."""
+    """A tensor of the simulated GPU. ``stored`` has its numbers."""
 
-    inner: torch.Tensor
+    stored: torch.Tensor
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> DeviceTensor:
         """Wrap a CPU tensor."""
-        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
             strides=inner.stride(),
@@ -79,15 +79,15 @@ class DeviceTensor(torch.Tensor):
             dtype=inner.dtype,
             device=DEVICE,
         )
-        made.inner = inner
+        made.stored = inner
         return made
 
     def data_ptr(self) -> int:
         """Return the address of the numbers."""
-        return self.inner.data_ptr()
+        return self.stored.data_ptr()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Refuse work outside of the simulation, for example on another thread."""
@@ -249,7 +249,7 @@ class SimulatedGpu(TorchDispatchMode):
         found = operation(*tree_map(_inner, args), **tree_map(_inner, kwargs))
         if not operation.is_view and name not in ("detach", "empty_like", "new_empty"):
             self.work.launches[name] += 1
-        known = {id(one.inner): one for one in used}
+        known = {id(one.stored): one for one in used}
         return tree_map(lambda one: known.get(id(one), _outer(one)), found)
 
     def _check_indices(self, name: str, indices: Any) -> None:
@@ -316,7 +316,7 @@ def _interpreted_kernels(gpu: SimulatedGpu) -> Iterator[None]:
 
 
 def _inner(one: Any) -> Any:
-    return one.inner if isinstance(one, DeviceTensor) else one
+    return one.stored if isinstance(one, DeviceTensor) else one
 
 
 def _outer(one: Any) -> Any:

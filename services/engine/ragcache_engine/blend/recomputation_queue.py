@@ -73,7 +73,7 @@ class _RecomputationTask:
         return self.attention is not None and self.runs is None and not self.attention.is_complete
 
     @property
-    def missing(self) -> list[range]:
+    def missing(self) -> tuple[range, ...]:
         """Positions whose values did not arrive or do not exist."""
         return merge_runs([*self.recompute.missing, *self.outcome.missing_ranges])
 
