@@ -36,7 +36,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -69,7 +69,7 @@ from ragcache_engine.blend.attention import AttentionObserver
 from ragcache_engine.blend.components import BlendComponents
 from ragcache_engine.blend.recomputation_queue import RecomputationQueue
 from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
-from ragcache_engine.kv_cache.block_writer import BlockWriter
+from ragcache_engine.kv_cache.block_writer import BlockWriter, PlacedValue
 from ragcache_engine.kv_cache.chunk_pool import ChunkPool
 from ragcache_engine.kv_cache.incoming_value import (
     EncodedValue,
@@ -98,7 +98,7 @@ FILLED_S = 60.0
 PINNED, HOST_TIER, DEVICE_POOL = "pinned", "host_tier", "device_pool"
 SOURCES = (PINNED, HOST_TIER, DEVICE_POOL)
 
-Write = Callable[[LoadJob, IncomingValue, int, int], None]
+Write = Callable[[LoadJob, Sequence[PlacedValue]], None]
 
 
 class ChunkCopies:
@@ -313,13 +313,11 @@ class Bench:
             recompute=self._recompute(0.0) if position_shift else None,
             compute_s=self.compute_s,
         )
-        for number, span in enumerate(spans):
-            write(
-                job,
-                IncomingValue(span, source_of(number), rotate_by=position_shift),
-                span.start,
-                span.end,
-            )
+        values = [
+            IncomingValue(span, source_of(number), rotate_by=position_shift)
+            for number, span in enumerate(spans)
+        ]
+        write(job, [PlacedValue(value, value.span.start, value.span.end) for value in values])
         return job
 
     def _recompute(self, share: float) -> RecomputeJob:

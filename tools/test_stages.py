@@ -60,7 +60,7 @@ STAGES: Final = (
         "integration, end to end",
         (
             f"python -m pytest {BY_TWOS} --durations=30 -m 'not slow'"
-            " tests/e2e tests/v2 tests/integration tests/attack",
+            " tests/e2e tests/v2 tests/gpu tests/integration tests/attack",
         ),
     ),
     Stage("dashboards", ("python -m tools.dashboards --check",)),

@@ -21,7 +21,7 @@ from ragcache_core.identity.variant import (
 )
 from ragcache_core.store_api import AsOf, NewVariant, PutOutcome, ReportedUses
 from ragcache_engine.kv_cache.device_event import DeviceEvent
-from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache
+from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache, TokenRange
 from ragcache_engine.kv_cache.value_tensors import native_bytes, value_shape
 from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
@@ -36,7 +36,7 @@ from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.buffers import checksummed_parts
 from ragcache_kv.values.layout import FORMAT, value_bytes, value_parts
 from ragcache_kv.values.outgoing_value import IncompleteValue, OutgoingRuns, OutgoingValue
-from ragcache_kv.values.stored_value import StoredValue
+from ragcache_kv.values.stored_value import Allocate, StoredValue
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.watched.members import FixedMembers
 from tests.kit.store import matches_checksums
@@ -103,12 +103,14 @@ class FakePagedCache:
     def empty(self, num_tokens: int) -> torch.Tensor:
         return torch.zeros(2, 2, num_tokens, 1, 4, dtype=torch.bfloat16)
 
-    def read_layer(
-        self, index: int, blocks: Sequence[int], start: int, end: int, out: torch.Tensor
+    def read_layers(
+        self, tokens: Sequence[TokenRange], outs: Sequence[torch.Tensor], first_layer: int = 0
     ) -> None:
         if self.broken:
             raise RuntimeError("device error")
-        out.copy_(self.read(blocks, start, end)[index])
+        for one, out in zip(tokens, outs, strict=True):
+            value = self.read(one.blocks, one.start, one.end)
+            out.copy_(value[first_layer : first_layer + len(out)])
 
 
 class FakeStoreClient:
@@ -160,6 +162,7 @@ class FakeStoreClient:
         exact: bool,
         domain: str,
         fix_overheads: Mapping[VariantKey, float],
+        allocate: Allocate | None = None,
     ) -> Iterator[tuple[VariantKey, StoredValue | Miss]]:
         self.requested.append(list(keys))
         self.requested_exact.append(exact)

@@ -23,7 +23,7 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,11 +47,13 @@ PACKAGE_FOLDERS: Final = (
     *("services/engine", "services/cachestore"),
 )
 
-CARD, TORCH, ENGINE_A, ENGINE_B = "card", "torch", "engine-a", "engine-b"
-GROUPS: Final = (CARD, TORCH, ENGINE_A, ENGINE_B)
+CARD, TORCH, WORKER = "card", "torch", "worker"
+ENGINE_A, ENGINE_B = "engine-a", "engine-b"
+GROUPS: Final = (CARD, TORCH, WORKER, ENGINE_A, ENGINE_B)
 STARTED: Final = {ENGINE_A: "engine A: start", ENGINE_B: "engine B: start"}
 """The stage that shows that an engine has started."""
 
+WORKER_STAGE: Final = "worker: steps on a simulated GPU"
 CARD_STAGES: Final = ("card", "flash attention", "host memory")
 
 FALLBACKS: Final[tuple[tuple[str, tuple[str, ...], dict[str, str]], ...]] = (
@@ -201,6 +203,27 @@ def run_card(run: Run) -> None:
         _note_crash(run, CARD, status, last)
 
 
+def run_worker(run: Run) -> None:
+    """Count what the connector's worker asks of a GPU. Only a dry run does, on a simulated one."""
+    if not run.dry:
+        return
+    folder = run.folder / WORKER
+    given = ["-m", "tools.device.stages.worker_steps", "--folder", str(folder)]
+    status, last = run.program(WORKER, given, {})
+    if status and WORKER_STAGE not in run.stages:
+        _note_crash(run, WORKER, status, last)
+
+
+def counted(stages: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return launches, copies and host waits of each kind of step, if they were counted."""
+    steps = stages.get(WORKER_STAGE, {}).get("steps", {})
+    return {
+        figure: {name: step[figure] for name, step in steps.items()}
+        for figure in ("launches", "cache_writes", "copies", "host_waits")
+        if steps
+    }
+
+
 def run_torch(run: Run) -> None:
     """Run the benchmark of the connector's device side in plain torch."""
     started = time.monotonic()
@@ -252,6 +275,8 @@ def run_groups(run: Run, wanted: Sequence[str]) -> None:
     def measure() -> None:
         if TORCH in wanted:
             run_torch(run)
+        if WORKER in wanted:
+            run_worker(run)
         turn.touch()
 
     def engine_b() -> None:
@@ -318,6 +343,7 @@ def main() -> int:
                 "failed": failed,
                 "stages_skipped": [line["stage"] for line in stages if line["passed"] is None],
                 "fallbacks": run.tried,
+                **counted(run.stages),
                 "packed_bytes": packed_bytes(),
                 "unpack_s": round(unpack_s, 1),
                 "seconds": round(time.monotonic() - started, 1),

@@ -53,7 +53,7 @@ def rotate(
     _rotate[(triton.cdiv(rows, program_rows), groups)](
         _stored(before),
         _stored(after),
-        _table_on(rope, delta, given.device),
+        _table(rope, delta, pinned=given.device.type != "cpu").to(given.device, non_blocking=True),
         rows,
         before.stride(0),
         2 * half if rope.by_layer else 0,
@@ -68,10 +68,11 @@ def rotate(
 
 
 @lru_cache(_CACHED)
-def _table_on(rope: Rope, delta: int, device: torch.device) -> torch.Tensor:
-    # The copy is complete at return, so any stream may read it.
+def _table(rope: Rope, delta: int, *, pinned: bool) -> torch.Tensor:
+    """Return cosines and sines. The thread need not wait until a GPU has read pinned memory."""
     ropes = [rope.of_layer(index) for index in range(len(rope.by_layer) or 1)]
-    return torch.from_numpy(np.stack([cos_sin(one, delta) for one in ropes])).to(device)
+    table = torch.from_numpy(np.stack([cos_sin(one, delta) for one in ropes]))
+    return table.pin_memory() if pinned else table
 
 
 def _is_same_memory(given: torch.Tensor, out: torch.Tensor) -> bool:

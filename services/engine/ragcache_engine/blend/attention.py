@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ragcache_engine.blend.key_weighing import KeyWeighing
+from ragcache_engine.kv_cache.host_memory import upload
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ _MAX_SCORES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class AttentionObservation:
-    """How one chunk's tokens used the tokens before them.
+    """How one chunk's tokens used the tokens before them. Tensors of the model's device.
 
     Attributes:
         mass: float32 [num_tokens, num_segments]: for each token the sum of its attention weights
@@ -121,7 +122,7 @@ class AttentionObserver:
             question: The question's positions, which fit one pass.
 
         Returns:
-            float32 [question.start], 0 or more, by position.
+            float32 [question.start] on the model's device, 0 or more, by position.
 
         Source: ProphetKV (arXiv 2602.02579) and InfoFlow KV (2603.05353) choose tokens like this,
         with the attention of all layers.
@@ -213,28 +214,28 @@ class _InfluenceHook(AttentionHook):
         must_stop: Callable[[], bool],
     ) -> None:
         super().__init__(cache, blocks, chunk, range(cache.num_layers), must_stop)
-        self.mass = torch.zeros(len(chunk), len(segments))
-        self.influence = torch.zeros(len(chunk))  # squared
+        self.mass = torch.zeros(len(chunk), len(segments), device=cache.device)
+        self.influence = torch.zeros(len(chunk), device=cache.device)  # squared
         self._others = slice(segments[0].stop, chunk.start)
         lengths = torch.tensor([len(segment) for segment in segments])
         # [num_keys, num_segments]: 1 where a key is of a segment.
-        self._member = torch.eye(len(segments)).repeat_interleave(lengths, dim=0)
+        member = torch.eye(len(segments)).repeat_interleave(lengths, dim=0)
+        [self._member] = upload([member], cache.device)
 
     def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
         others, last = self._others, self._cache.num_layers - 1
         values = self._cache.values(index, self._blocks, others.start, others.stop)
         values = values.float()
-        member = self._member.to(values.device)
         mass, added = [], []
         for part in weights:
-            mass.append((part @ member).mean((0, 1)))
+            mass.append((part @ self._member).mean((0, 1)))
             if index != last:
                 added.append(torch.einsum("hgrk,khd->rhgd", part[..., others], values))
-        self.mass += torch.cat(mass).cpu()
+        self.mass += torch.cat(mass)
         if index == last:
             return
         vectors = torch.cat(added)
-        self.influence += (vectors - vectors.mean(0)).square().sum((1, 2, 3)).cpu()
+        self.influence += (vectors - vectors.mean(0)).square().sum((1, 2, 3))
 
 
 class _QuestionHook(AttentionHook):
@@ -245,14 +246,14 @@ class _QuestionHook(AttentionHook):
         self._layers_left = len(layers)
         super().__init__(cache, blocks, question, layers, lambda: not self._layers_left)
         self._scale = 1.0 / (len(layers) * len(question))
-        self.scores = torch.zeros(question.start)
+        self.scores = torch.zeros(question.start, device=cache.device)
 
     def _add(self, index: int, weights: Iterator[torch.Tensor]) -> None:
         start = self._positions.start
         total = torch.stack([part[..., :start].mean(1).sum(1) for part in weights]).sum(0)
         values = self._cache.values(index, self._blocks, 0, start).float()
         taken = total * values.norm(dim=-1).T  # [kv heads, keys]
-        self.scores += taken.mean(0).cpu() * self._scale
+        self.scores += taken.mean(0) * self._scale
         self._layers_left -= 1
 
 

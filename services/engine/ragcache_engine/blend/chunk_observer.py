@@ -13,11 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from ragcache_core.blend.observation import ChunkObservation
 from ragcache_core.blend.prefix_overlap import AttendedChunk
 from ragcache_engine.blend.attention import PassInterrupted
+from ragcache_engine.kv_cache.host_memory import HostCopy
 from ragcache_engine.protocol.messages import ObserveJob, SaveJob
 from ragcache_wire.tracing import SpanKind, Tracer, metadata
 
@@ -32,11 +31,18 @@ SaveObservation = Callable[[SaveJob, ChunkObservation, float], None]
 
 @dataclass(slots=True)
 class _ObservationTask:
-    """One request's chunks. ``segments``: indices of the segments that are left to observe."""
+    """One request's chunks.
+
+    Attributes:
+        segments: Indices of the segments that are left to observe.
+        measured: The first of them while the device measures it: the attention of its tokens on
+            each segment, and their influence; and when the measurement began.
+    """
 
     job: ObserveJob
     last_progress: float
     segments: list[int]
+    measured: tuple[HostCopy, HostCopy, float] | None = None
 
 
 class ChunkObserver:
@@ -82,8 +88,11 @@ class ChunkObserver:
             num_arrivals: Requests that had arrived when the step began. A later one waits for this
                 step to end.
         """
-        if idle and self._tasks and self._tasks[0].segments:
-            self._observe_next(self._tasks[0], num_arrivals)
+        first = self._tasks[0] if self._tasks else None
+        if idle and first is not None and first.segments and first.measured is None:
+            self._observe_next(first, num_arrivals)
+        for task in self._tasks:
+            self._save_measured(task)
         expired = self._clock() - self._deadline_s
         done = [t for t in self._tasks if not t.segments or t.last_progress <= expired]
         self._tasks = [t for t in self._tasks if t.segments and t.last_progress > expired]
@@ -92,7 +101,7 @@ class ChunkObserver:
     def abort(self) -> None:
         """Drop the chunks that have not been observed yet."""
         for task in self._tasks:
-            task.segments.clear()
+            task.segments, task.measured = [], None
 
     def _request_waits(self, num_arrivals: int) -> bool:
         return self._count_arrivals is not None and self._count_arrivals() != num_arrivals
@@ -102,28 +111,40 @@ class ChunkObserver:
         try:
             parent = metadata(task.job.saves[index].traceparent)
             with self._tracer.start_child_of("observe", parent, SpanKind.INTERNAL, segment=index):
-                self._observe(task.job, index, lambda: self._request_waits(num_arrivals))
-            task.segments.pop(0)
-            task.last_progress = self._clock()
+                self._measure(task, index, lambda: self._request_waits(num_arrivals))
         except PassInterrupted:
             log.debug("chunk observer: interrupted by a request")
         except Exception:
             log.exception("chunk observer: observation failed request=%s", task.job.request_id)
             task.segments.clear()
 
-    def _observe(self, job: ObserveJob, index: int, must_stop: Callable[[], bool]) -> None:
-        began = self._clock()
+    def _measure(self, task: _ObservationTask, index: int, must_stop: Callable[[], bool]) -> None:
+        """Submit the measurement of a chunk to the device."""
+        began, job = self._clock(), task.job
         segments = job.segments[: index + 1]
         chunk = segments[-1]
         attention = self._observer.observe(
             job.token_ids[: chunk.stop], job.blocks, chunk, segments, must_stop
         )
-        mass: torch.Tensor = attention.mass.sum(0)
-        attended = tuple(
-            AttendedChunk(job.chunks[j], len(segments[j]), max(0.0, float(mass[j])))
-            for j in range(1, index)
-        )
-        observation = ChunkObservation(
-            attended, max(0.0, float(mass[index])), tuple(attention.influence.tolist())
-        )
-        self._save(job.saves[index], observation, self._clock() - began)
+        task.measured = HostCopy(attention.mass.sum(0)), HostCopy(attention.influence), began
+
+    def _save_measured(self, task: _ObservationTask) -> None:
+        """Save the observation of a task's first chunk, if the device has measured it."""
+        if task.measured is None or not task.measured[1].is_complete:
+            return
+        (mass, influence, began), task.measured = task.measured, None
+        index = task.segments.pop(0)
+        task.last_progress = self._clock()
+        try:
+            job, shares = task.job, mass.take().tolist()
+            attended = tuple(
+                AttendedChunk(job.chunks[j], len(job.segments[j]), max(0.0, shares[j]))
+                for j in range(1, index)
+            )
+            observation = ChunkObservation(
+                attended, max(0.0, shares[index]), tuple(influence.take().tolist())
+            )
+            self._save(job.saves[index], observation, self._clock() - began)
+        except Exception:
+            log.exception("chunk observer: observation failed request=%s", task.job.request_id)
+            task.segments.clear()

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ragcache_core.blend.chunk_shift import ShiftPlan, plan_shift
 from ragcache_engine.kv_cache.block_packing import Offsets, PackedCache
+from ragcache_engine.kv_cache.host_memory import upload
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.messages import PromptSlice
 from ragcache_kv.codecs.numbers import NUMBERS, Bits, Floats
@@ -199,7 +200,8 @@ class _TorchShift:
 
     Attributes:
         rows: The slice's rows of the pass, counted from its end.
-        positions: Positions of the rows, and after them those of the shifted tokens; int64.
+        of_block: Blocks of the rows' tokens, and after them those of the shifted tokens; int64.
+        offsets: Offsets of these tokens in their blocks.
         chunk_of: The chunk of each shifted token, as a row of ``weights``.
         weights: What each recomputed token adds to the shift of each chunk; float32
             [chunks, recomputed].
@@ -208,9 +210,9 @@ class _TorchShift:
     """
 
     cache: PagedCache
-    blocks: Sequence[int]
     rows: slice
-    positions: torch.Tensor
+    of_block: torch.Tensor
+    offsets: torch.Tensor
     chunk_of: torch.Tensor
     weights: torch.Tensor
     slots: torch.Tensor
@@ -221,27 +223,43 @@ class _TorchShift:
         cls, one: PromptSlice, plan: ShiftPlan, rows: slice, cache: PagedCache, rope: Rope
     ) -> _TorchShift:
         """Prepare the shift of a slice."""
-        device, size = cache.device, cache.shape.block_size
+        size = cache.shape.block_size
         recomputed = torch.tensor([p for run in one.runs for p in run], dtype=torch.int64)
         shifted = torch.from_numpy(plan.positions)
         table = torch.tensor(one.blocks, dtype=torch.int64)
+        # Together, so that the device gets them in one copy.
+        of_block, offsets, chunk_of, weights, slots, *angles = upload(
+            [
+                *cache.kernel_slots(one.blocks, torch.cat([recomputed, shifted])),
+                torch.from_numpy(plan.chunk_of),
+                torch.from_numpy(plan.weights),
+                table[shifted // size] * size + shifted % size,
+                *(
+                    tensor
+                    for of_layer in _ropes(rope)
+                    for positions in (recomputed, shifted)
+                    for tensor in _angles(positions, of_layer)
+                ),
+            ],
+            cache.device,
+        )
         return cls(
             cache=cache,
-            blocks=one.blocks,
             rows=rows,
-            positions=torch.cat([recomputed, shifted]),
-            chunk_of=torch.from_numpy(plan.chunk_of).to(device),
-            weights=torch.from_numpy(plan.weights).to(device),
-            slots=(table[shifted // size] * size + shifted % size).to(device),
+            of_block=of_block,
+            offsets=offsets,
+            chunk_of=chunk_of,
+            weights=weights,
+            slots=slots,
             angles=[
-                (_Angles.of(recomputed, of_layer, device), _Angles.of(shifted, of_layer, device))
-                for of_layer in _ropes(rope)
+                (_Angles(*angles[start : start + 3]), _Angles(*angles[start + 3 : start + 6]))
+                for start in range(0, len(angles), 6)
             ],
         )
 
     def shift(self, index: int, key: torch.Tensor, value: torch.Tensor, write: _Write) -> None:
         count = self.weights.shape[1]
-        keys, values = self.cache.tokens_at(index, self.blocks, self.positions)
+        keys, values = self.cache.tokens_at(index, self.of_block, self.offsets)
         keys, values = keys.float(), values.float()
         shape = (count, *keys.shape[1:])
         new_keys, new_values = (rows[self.rows].view(shape).float() for rows in (key, value))
@@ -273,20 +291,6 @@ class _Angles:
     sin: torch.Tensor
     partner: torch.Tensor
 
-    @classmethod
-    def of(cls, positions: torch.Tensor, rope: Rope, device: torch.device) -> _Angles:
-        """Compute the angles of positions."""
-        one, other = _pairs(rope)
-        cosines, sines = _cos_sin(positions.numpy(), rope).transpose(1, 0, 2)
-        cos = np.ones((len(positions), 1, rope.head_dim), dtype=np.float32)
-        sin = np.zeros_like(cos)
-        partner = np.arange(rope.head_dim)
-        cos[:, 0, one] = cos[:, 0, other] = cosines
-        sin[:, 0, other] = sines
-        sin[:, 0, one] = -sines
-        partner[one], partner[other] = other, one
-        return cls(*(torch.from_numpy(array).to(device) for array in (cos, sin, partner)))
-
     def rotated(self, keys: torch.Tensor) -> torch.Tensor:
         """Rotate keys, float32 [positions, heads, head_dim], to their positions."""
         return torch.addcmul(keys * self.cos, keys.index_select(-1, self.partner), self.sin)
@@ -300,6 +304,20 @@ class _Angles:
 def _ropes(rope: Rope) -> list[Rope]:
     """Return the rotation of all layers, or those of each layer."""
     return [rope.of_layer(index) for index in range(len(rope.by_layer) or 1)]
+
+
+def _angles(positions: torch.Tensor, rope: Rope) -> Iterator[torch.Tensor]:
+    """Yield the tensors of ``_Angles`` for positions, on the CPU."""
+    one, other = _pairs(rope)
+    cosines, sines = _cos_sin(positions.numpy(), rope).transpose(1, 0, 2)
+    cos = np.ones((len(positions), 1, rope.head_dim), dtype=np.float32)
+    sin = np.zeros_like(cos)
+    partner = np.arange(rope.head_dim)
+    cos[:, 0, one] = cos[:, 0, other] = cosines
+    sin[:, 0, other] = sines
+    sin[:, 0, one] = -sines
+    partner[one], partner[other] = other, one
+    yield from map(torch.from_numpy, (cos, sin, partner))
 
 
 def _pairs(rope: Rope) -> NDArray[np.int64]:

@@ -28,6 +28,7 @@ from ragcache_core.blend.token_selection import (
     select_tokens,
     split_first_pass,
 )
+from ragcache_engine.kv_cache.host_memory import HostCopy
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, PromptSlice, RecomputeJob
 from ragcache_wire.tracing import Span, SpanKind, Tracer, metadata
@@ -50,6 +51,7 @@ class _RecomputationTask:
     Attributes:
         runs: Positions left to recompute. None: not selected yet.
         shifted_runs: Positions of the loaded chunks that are shifted.
+        attention: How much the question attends to each position, once that was measured.
     """
 
     job: LoadJob
@@ -62,6 +64,18 @@ class _RecomputationTask:
     recomputed_tokens: int = 0
     select_s: float = 0.0
     cancelled: bool = False
+    attention: HostCopy | None = None
+    selection_began: float | None = None
+
+    @property
+    def is_selecting(self) -> bool:
+        """Whether the device still measures the question's attention."""
+        return self.attention is not None and self.runs is None and not self.attention.is_complete
+
+    @property
+    def missing(self) -> tuple[range, ...]:
+        """Positions whose values did not arrive or do not exist."""
+        return merge_runs([*self.recompute.missing, *self.outcome.missing_ranges])
 
     @property
     def tokens_left(self) -> int:
@@ -172,6 +186,8 @@ class RecomputationQueue:
             failed += self._recompute(taken)
             ended += [self._end(task, RECOMPUTE_FAILED) for task in failed]
             ended += [self._end(task, "") for task in self._tasks if self._can_resume(task, busy)]
+            if all(task.is_selecting for task in self._tasks):
+                break
         return ended
 
     def _can_resume(self, task: _RecomputationTask, busy: bool) -> bool:
@@ -199,8 +215,10 @@ class RecomputationQueue:
             if room <= 0 or not max_runs:
                 break
             try:
-                if task.runs is None:
-                    room -= self._select(task)
+                if task.selection_began is None:
+                    room -= self._begin_selection(task)
+                if task.runs is None and not task.is_selecting:
+                    self._select(task)
                 if task.runs and room > 0 and not self._can_resume(task, busy):
                     runs, task.runs = split_first_pass(
                         task.runs, max_tokens=room, max_runs=max_runs
@@ -245,22 +263,31 @@ class RecomputationQueue:
         task.trace.end()
         return task.job, outcome
 
-    def _select(self, task: _RecomputationTask) -> int:
-        """Select the positions to recompute; return how many question tokens that computed."""
-        recompute, job, began = task.recompute, task.job, time.monotonic()
-        missing = merge_runs([*recompute.missing, *task.outcome.missing_ranges])
-        self._write_zeros(job, missing)
-        question = self._question(job, recompute)
-        attention = self._question_attention(job, recompute, question)
+    def _begin_selection(self, task: _RecomputationTask) -> int:
+        """Begin to measure a question's attention; return how many tokens that computes."""
+        task.selection_began = time.monotonic()
+        self._write_zeros(task.job, task.missing)
+        question = self._question(task.job, task.recompute)
+        if question:
+            task.attention = HostCopy(self._question_attention(task.job, task.recompute, question))
+        return len(question)
+
+    def _select(self, task: _RecomputationTask) -> None:
+        """Select the positions to recompute, after the attention was measured."""
+        recompute, job = task.recompute, task.job
+        attention = None if task.attention is None else task.attention.take().tolist()
         order = rank_tokens(recompute.chunks, attention)
         # Missing positions are recomputed in any case, so they do not count against the budget.
         selected = select_tokens(
-            order, recompute.recompute_tokens, exact_head=job.first, already_selected=missing
+            order,
+            recompute.recompute_tokens,
+            exact_head=job.first,
+            already_selected=task.missing,
         )
-        task.runs = merge_runs([*selected.runs, *missing])
+        task.runs = merge_runs([*selected.runs, *task.missing])
         task.shifted_runs = runs_outside(task.loaded_chunks, task.runs)
-        task.select_s = time.monotonic() - began
-        return len(question)
+        assert task.selection_began is not None
+        task.select_s = time.monotonic() - task.selection_began
 
     def _question(self, job: LoadJob, recompute: RecomputeJob) -> Sequence[int]:
         """Return the question tokens whose attention decides the selection, maybe none."""
@@ -274,17 +301,13 @@ class RecomputationQueue:
 
     def _question_attention(
         self, job: LoadJob, recompute: RecomputeJob, question: Sequence[int]
-    ) -> list[float] | None:
-        """Return how much the question attends to each position; None without a question."""
-        if not question:
-            return None
+    ) -> torch.Tensor:
+        """Measure how much the question attends to each position; float32, on the device."""
         token_ids = [*recompute.token_ids[: job.end], *question]
         own_blocks = job.blocks[: -(-job.end // self._cache.shape.block_size)]
-        scores = self._observer.question_attention(
+        return self._observer.question_attention(
             token_ids, (*own_blocks, *recompute.scratch_blocks), range(job.end, len(token_ids))
         )
-        attention: list[float] = scores.tolist()
-        return attention
 
     def _write_zeros(self, job: LoadJob, missing: Sequence[range]) -> None:
         """Write zeros to missing positions, whose blocks may hold anything, even NaN."""
@@ -293,6 +316,7 @@ class RecomputationQueue:
             zeros = torch.zeros(
                 (self._cache.num_layers, 2, len(positions), shape.num_kv_heads, shape.head_dim),
                 dtype=shape.dtype,
+                device=self._cache.device,
             )
             slots = self._cache.slots(job.blocks, positions.start, positions.stop)
             self._cache.write(zeros, slots)

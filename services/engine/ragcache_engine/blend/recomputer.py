@@ -19,6 +19,7 @@ from torch.nn import functional
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from ragcache_engine.kv_cache.host_memory import upload
 from ragcache_engine.kv_cache.paged_cache import cut_blocks
 from ragcache_engine.protocol.messages import PromptSlice
 
@@ -232,12 +233,12 @@ class Recomputer:
             after: Attention metadata of vLLM's own rows, which come first in the pass. Slots and
                 metadata of the result then cover all rows, input_ids and positions the slices only.
         """
-        model, device = self._model, self._model.device
+        model = self._model
         runs = [(one, run) for one in slices for run in one.runs]
         # The compiled model has dropped its guards: any other type reads garbage.
         input_ids = [one.token_ids[p] for one, run in runs for p in run]
         positions = [p for _, run in runs for p in run]
-        slots = torch.cat([_slots(one, model.block_size) for one in slices]).to(device)
+        slots = torch.cat([_slots(one, model.block_size) for one in slices])
         if not writes:
             slots.fill_(_NO_SLOT)
         rows = _SlicedRows(
@@ -248,13 +249,38 @@ class Recomputer:
         )
         if after is not None:
             rows = rows.after(after)
-        metadata = model.metadata_builder.build(
-            common_prefix_len=0, common_attn_metadata=rows.attention_metadata(device)
+        starts = functional.pad(rows.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        # Together, so that the device gets them in one copy.
+        ids, at, starts_there, ends, block_tables, slots = upload(
+            [
+                torch.tensor(input_ids, dtype=torch.int32),
+                torch.tensor(positions, dtype=torch.int64),
+                starts,
+                rows.ends,
+                rows.block_tables,
+                rows.slots,
+            ],
+            model.device,
         )
+        common = CommonAttentionMetadata(
+            query_start_loc=starts_there,
+            query_start_loc_cpu=starts,
+            seq_lens=ends,
+            num_reqs=len(rows.lengths),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=int(rows.lengths.max()),
+            max_seq_len=int(rows.ends.max()),
+            block_table_tensor=block_tables,
+            slot_mapping=slots,
+            causal=True,
+            seq_lens_cpu_upper_bound=rows.ends,
+            is_prefilling=torch.ones(len(rows.lengths), dtype=torch.bool),
+        )
+        metadata = model.metadata_builder.build(common_prefix_len=0, common_attn_metadata=common)
         return PassInputs(
-            torch.tensor(input_ids, dtype=torch.int32).to(device),
-            torch.tensor(positions, dtype=torch.int64).to(device),
-            dict.fromkeys(model.layer_names, rows.slots),
+            ids,
+            at,
+            dict.fromkeys(model.layer_names, slots),
             dict.fromkeys(model.layer_names, metadata),
         )
 
@@ -274,7 +300,7 @@ def _slots(one: PromptSlice, block_size: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _SlicedRows:
-    """Rows of a pass, described to the backend as one request for each run of positions.
+    """Rows of a pass on the host, described as one request for each run of positions.
 
     Attributes:
         lengths: Rows of each run; int32 [runs].
@@ -299,24 +325,4 @@ class _SlicedRows:
             ends=torch.cat([metadata.seq_lens, self.ends]),
             block_tables=torch.cat(padded),
             slots=torch.cat([own_slots, self.slots]),
-        )
-
-    def attention_metadata(self, device: torch.device) -> CommonAttentionMetadata:
-        """Return what vLLM's metadata builders take."""
-        num_runs = len(self.lengths)
-        starts = torch.zeros(num_runs + 1, dtype=torch.int32)
-        starts[1:] = self.lengths.cumsum(0)
-        return CommonAttentionMetadata(
-            query_start_loc=starts.to(device),
-            query_start_loc_cpu=starts,
-            seq_lens=self.ends.to(device),
-            num_reqs=num_runs,
-            num_actual_tokens=int(starts[-1]),
-            max_query_len=int(self.lengths.max()),
-            max_seq_len=int(self.ends.max()),
-            block_table_tensor=self.block_tables.to(device),
-            slot_mapping=self.slots,
-            causal=True,
-            seq_lens_cpu_upper_bound=self.ends,
-            is_prefilling=torch.ones(num_runs, dtype=torch.bool),
         )

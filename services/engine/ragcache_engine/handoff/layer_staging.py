@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from ragcache_core.identity.keys import VariantKey
 from ragcache_engine.kv_cache.device_event import DeviceEvent
-from ragcache_engine.kv_cache.paged_cache import PagedCache
+from ragcache_engine.kv_cache.paged_cache import PagedCache, TokenRange
 from ragcache_engine.kv_cache.value_tensors import native_bytes
 from ragcache_engine.protocol.messages import SaveJob
 from ragcache_engine.threads import unpinned_pool
@@ -160,8 +160,8 @@ class LayerStaging:
         self._in_pass = {}
 
     def _copy(self, job: SaveJob, staged: StagedValue, layer: int) -> None:
-        span, out = job.span, staged.value[layer]
-        self._cache.read_layer(layer, job.blocks, span.start, span.end, out)
+        tokens = TokenRange(job.blocks, job.span.start, job.span.end)
+        self._cache.read_layers([tokens], [staged.value[layer : layer + 1]], layer)
         self._pool.submit(_add_checksum, staged, layer, self._cache.record_event())
 
 

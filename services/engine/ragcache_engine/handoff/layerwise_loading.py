@@ -16,14 +16,14 @@ Source: Cache-Craft section 3.4.2.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ragcache_core.cost.linear_fit import LinearFit
 from ragcache_core.cost.load_or_compute import MIN_WEIGHT, preload_depth
-from ragcache_engine.kv_cache.block_writer import BlockWriter
+from ragcache_engine.kv_cache.block_writer import BlockWriter, PlacedValue
 from ragcache_engine.kv_cache.device_event import DeviceEvent
 from ragcache_engine.kv_cache.incoming_value import IncomingValue
 from ragcache_engine.kv_cache.paged_cache import PagedCache
@@ -34,12 +34,10 @@ log = logging.getLogger("vllm.ragcache")
 
 @dataclass(frozen=True, slots=True)
 class _DeferredLayers:
-    """Prompt tokens [start, end) of a value, without the layers before ``first_layer``."""
+    """Values without the layers before ``first_layer``."""
 
     job: LoadJob
-    value: IncomingValue
-    start: int
-    end: int
+    values: Sequence[PlacedValue]
     first_layer: int
 
 
@@ -76,19 +74,28 @@ class LayerwiseLoader:
         self._failed = False
         self._disabled = self._logged = False
 
-    def write(self, job: LoadJob, value: IncomingValue, start: int, end: int) -> None:
-        """Write prompt tokens [start, end) of a value: as many layers as a pass needs at once."""
+    def write(self, job: LoadJob, values: Sequence[PlacedValue]) -> None:
+        """Write of values as many layers as a pass needs at once."""
         self._observe_writes()
-        depth = self._num_layers
-        if self._may_defer(job, value):
+        may_defer = [self._may_defer(job, one.value) for one in values]
+        whole = [one for one, defer in zip(values, may_defer, strict=True) if not defer]
+        self._write_first(job, whole, self._num_layers)
+        in_part = [one for one, defer in zip(values, may_defer, strict=True) if defer]
+        if in_part:
             depth = self._depth(job)
-        began = self._record_event()
-        self._writer.write(job, value, start, end, range(depth))
-        self._written.append(((end - start) * depth, began, self._record_event()))
-        if depth < self._num_layers:
-            deferred = _DeferredLayers(job, value, start, end, depth)
-            self._deferred.setdefault(job.request_id, []).append(deferred)
-            self._log_once(depth)
+            self._write_first(job, in_part, depth)
+            if depth < self._num_layers:
+                deferred = _DeferredLayers(job, in_part, depth)
+                self._deferred.setdefault(job.request_id, []).append(deferred)
+                self._log_once(depth)
+
+    def _write_first(self, job: LoadJob, values: Sequence[PlacedValue], depth: int) -> None:
+        """Write the first layers of values, and note how long that takes."""
+        if values:
+            began = self._record_event()
+            self._writer.write(job, values, range(depth))
+            size = sum(one.end - one.start for one in values) * depth
+            self._written.append((size, began, self._record_event()))
 
     def write_deferred(self, request_ids: Iterable[str]) -> list[LoadJob]:
         """Write the deferred layers of these requests now. Return the jobs that failed."""
@@ -186,8 +193,7 @@ class LayerwiseLoader:
         return bool(due)
 
     def _write(self, deferred: _DeferredLayers, layers: range) -> None:
-        start, end = deferred.start, deferred.end
-        self._writer.write(deferred.job, deferred.value, start, end, layers)
+        self._writer.write(deferred.job, deferred.values, layers)
 
     def _preload_depth(self, job: LoadJob) -> int:
         """Return eq. 16's depth. All layers, while the times to write or compute are unknown."""

@@ -118,7 +118,7 @@ class ChunkPool:
             end = start + piece.shape[2]
             for view in self.views(allocation, start, end):
                 step = view.shape[2]
-                _copy(view, piece[:, :, :step])
+                copy_value(view, piece[:, :, :step])
                 piece = piece[:, :, step:]  # noqa: PLW2901
             start = end
         if self._stream is not None:
@@ -146,17 +146,20 @@ def concatenate_pieces(pieces: Sequence[torch.Tensor], device: torch.device) -> 
     start = 0
     for piece in pieces:
         end = start + piece.shape[2]
-        _copy(whole[:, :, start:end], piece, non_blocking=True)
+        copy_value(whole[:, :, start:end], piece, non_blocking=True)
         start = end
     return whole
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+def copy_value(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy [num_layers, 2, T, num_kv_heads, head_dim] within or between memories."""
     if target.device.type == source.device.type == "cpu":
         # Torch would use as many threads as the model does, in addition to them.
         whole = torch.int32 if target.dtype.itemsize == 4 else torch.int16
         np.copyto(target.view(whole).numpy(), source.view(whole).numpy())
+        return
+    if target.device == source.device:
+        target.copy_(source)
         return
     # Layer by layer: torch copies contiguous memory directly.
     for target_layer, source_layer in zip(target, source, strict=True):

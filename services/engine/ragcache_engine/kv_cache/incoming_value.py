@@ -75,7 +75,8 @@ class EncodedValue:
         from ragcache_kv.codecs.device import decode_part  # noqa: PLC0415
 
         stored, shape = self.stored, value_shape(self.space)
-        raw = torch.frombuffer(stored.value, dtype=torch.uint8).to(self.device)
+        raw = torch.frombuffer(stored.value, dtype=torch.uint8)
+        raw = raw.to(self.device, non_blocking=True)
         num_tokens, precision = stored.info.num_tokens, stored.info.precision
         dims = value_dims(self.space, num_tokens)
         value = torch.empty(dims, dtype=getattr(torch, self.space.dtype), device=self.device)

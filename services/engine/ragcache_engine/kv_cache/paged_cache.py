@@ -10,16 +10,25 @@ by writing known bit patterns to a scratch block through the backend.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 
 from ragcache_engine.kv_cache.block_packing import BlockPacking, PackedCache
 from ragcache_engine.kv_cache.device_event import DeviceEvent
+from ragcache_engine.kv_cache.host_memory import empty_pinned, is_needed, upload
 
 log = logging.getLogger("vllm.ragcache")
+
+STAGED_BYTES = 64 << 20
+"""Device memory, at most, in which tokens are put together on their way to or from the host. One
+layer may need more."""
+
+_LOCATED = 4
+"""Lists of tokens whose places on the device are kept for the next layers."""
 
 _PATTERN_DTYPE = {2: torch.int16, 4: torch.int32}
 
@@ -32,6 +41,15 @@ class CacheShape:
     block_size: int
     head_dim: int
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Tokens [start, end) of a request, by its block table."""
+
+    blocks: Sequence[int]
+    start: int
+    end: int
 
 
 class PagedCache:
@@ -71,10 +89,7 @@ class PagedCache:
                 block_size,
                 kernel.block_size,
             )
-        self._last_table: tuple[list[int], torch.Tensor] = (
-            [],
-            torch.empty(0, dtype=torch.int64, device=device),
-        )
+        self._last_located: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._packings = _probe_packing(self.layers[0], kernel) if device.type == "cpu" else None
 
     @property
@@ -102,7 +117,8 @@ class PagedCache:
             slots: int64 [T].
             first_layer: The layer of ``value[0]``.
         """
-        slots = slots.to(self.device, non_blocking=True)
+        if slots.device != self.device:
+            [slots] = upload([slots], self.device)
         if value.is_contiguous():
             value = value.to(self.device, non_blocking=True)
         layers = self.layers[first_layer : first_layer + len(value)]
@@ -116,35 +132,65 @@ class PagedCache:
         Returns:
             [num_layers, 2, T, num_kv_heads, head_dim].
         """
-        value = torch.empty(self._dims(end - start), dtype=self.shape.dtype)
-        for index in range(self.num_layers):
-            self.read_layer(index, blocks, start, end, value[index])
+        value = self.empty(end - start)
+        self.read_layers([TokenRange(blocks, start, end)], [value])
+        self.record_event().wait()
         return value
 
     def empty(self, num_tokens: int) -> torch.Tensor:
-        """Allocate CPU memory for ``read_layer``, pinned if the device is a GPU.
+        """Allocate CPU memory for ``read_layers``, pinned if the device is a GPU.
 
         Returns:
             [num_layers, 2, num_tokens, num_kv_heads, head_dim].
         """
-        pinned = self.device.type == "cuda"
-        return torch.empty(self._dims(num_tokens), dtype=self.shape.dtype, pin_memory=pinned)
+        if is_needed(self.device):
+            return empty_pinned(self._dims(num_tokens), self.shape.dtype)
+        return torch.empty(self._dims(num_tokens), dtype=self.shape.dtype)
 
-    def read_layer(
-        self, index: int, blocks: Sequence[int], start: int, end: int, out: torch.Tensor
+    def read_layers(
+        self, tokens: Sequence[TokenRange], outs: Sequence[torch.Tensor], first_layer: int = 0
     ) -> None:
-        """Copy tokens [start, end) of one layer to out, [2, T, num_kv_heads, head_dim] on the CPU.
+        """Copy tokens of some layers to memory of ``empty``.
 
-        A copy from a device to pinned memory (``empty``) ends when the next event
-        (``record_event``) is complete. Other copies end before the method returns.
+        The copies end when the next event (``record_event``) is complete. A device gathers each
+        layer's tokens in one operation, however many ranges there are.
+
+        Args:
+            tokens: Ranges of tokens.
+            outs: For each range [layers, 2, T, num_kv_heads, head_dim].
+            first_layer: The layer of ``out[0]``.
         """
+        end_layer = first_layer + len(outs[0])
         if self._packings is not None:
-            cache = self.layers[index].kv_cache
-            for which, packing in enumerate(self._packings):
-                packing.read(cache, self._kernel_blocks(blocks), start, end, out[which])
+            for one, out in zip(tokens, outs, strict=True):
+                for index in range(first_layer, end_layer):
+                    cache, blocks = self.layers[index].kv_cache, self._kernel_blocks(one.blocks)
+                    for which, packing in enumerate(self._packings):
+                        to = out[index - first_layer, which]
+                        packing.read(cache, blocks, one.start, one.end, to)
             return
-        for which, tokens in enumerate(self.layer(index, blocks, start, end)):
-            out[which].copy_(tokens, non_blocking=out.is_pinned())
+        of_block, offsets = self._located(tokens)
+        for group in self.staged_layers(range(first_layer, end_layer), len(of_block)):
+            dims = (len(group), *self._dims(len(of_block))[1:])
+            staged = torch.empty(dims, dtype=self.shape.dtype, device=self.device)
+            for index in group:
+                # As keys and values of [blocks, tokens of a block, heads, head_dim].
+                halves = self.layers[index].kv_cache.unflatten(-1, (2, -1)).permute(3, 0, 2, 1, 4)
+                indices = [None, of_block, offsets]
+                torch.ops.aten.index.Tensor_out(halves, indices, out=staged[index - group.start])
+            begin = 0
+            for one, out in zip(tokens, outs, strict=True):
+                end = begin + one.end - one.start
+                of_group = out[group.start - first_layer : group.stop - first_layer]
+                of_group.copy_(staged[:, :, begin:end], non_blocking=True)
+                begin = end
+
+    def staged_layers(self, layers: range, num_tokens: int) -> Iterator[range]:
+        """Divide layers into groups whose tokens fit into ``STAGED_BYTES``."""
+        per_layer = prod(self._dims(num_tokens)[1:]) * self.shape.dtype.itemsize
+        step = max(1, STAGED_BYTES // max(1, per_layer))
+        for first in layers[::step]:
+            yield range(first, min(first + step, layers.stop))
 
     def layer(
         self, index: int, blocks: Sequence[int], start: int, end: int
@@ -165,22 +211,21 @@ class PagedCache:
         return self._tokens(index, 1, blocks, start, end)
 
     def tokens_at(
-        self, index: int, blocks: Sequence[int], positions: torch.Tensor
+        self, index: int, of_block: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and the values of some tokens of one layer, on the device.
 
         Args:
             index: The layer.
-            blocks: The request's block table.
-            positions: int64, on the CPU.
+            of_block: int64, on the device (``kernel_slots``).
+            offsets: The same.
 
         Returns:
-            Two tensors [len(positions), num_kv_heads, head_dim].
+            Two tensors [tokens, num_kv_heads, head_dim].
         """
         cache, dim = self.layers[index].kv_cache, self.shape.head_dim
-        of_block, offsets = self.kernel_slots(blocks, positions)
         if self._packings is None:
-            tokens = cache[of_block.to(self.device), :, offsets.to(self.device)]
+            tokens = cache[of_block, :, offsets]
             return tokens[..., :dim], tokens[..., dim:]
         keys, values = (p.tokens_at(cache, of_block, offsets) for p in self._packings)
         return keys, values
@@ -223,27 +268,27 @@ class PagedCache:
             tokens = torch.empty(end - start, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
             self._packings[which].read(cache, self._kernel_blocks(blocks), start, end, tokens)
             return tokens
-        size = self._kernel_size
-        first = start // size
-        table = self._uploaded(self._kernel_blocks(blocks)[first : -(-end // size)])
+        of_block, offsets = self._located([TokenRange(blocks, start, end)])
         halves = cache[..., which * shape.head_dim : (which + 1) * shape.head_dim]
-        tokens = halves[table].transpose(1, 2).reshape(-1, shape.num_kv_heads, shape.head_dim)
-        inside: torch.Tensor = tokens[start - first * size : end - first * size]
-        return inside
+        found: torch.Tensor = halves[of_block, :, offsets]
+        return found
 
-    def _uploaded(self, table: list[int]) -> torch.Tensor:
-        """Return a block table on the device; int64.
+    def _located(self, tokens: Sequence[TokenRange]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block and the offset in it of each token, on the device; int64.
 
-        All layers of a value are read by the same table. So only the first one uploads it, and from
-        pinned memory: a GPU's queue would have to run empty first for a copy from other memory.
+        All layers of a value are read by the same table, so only the first one uploads it.
         """
-        known, uploaded = self._last_table
-        if known != table:
-            uploaded = torch.tensor(table, dtype=torch.int64)
-            if self.device.type == "cuda":
-                uploaded = uploaded.pin_memory().to(self.device, non_blocking=True)
-            self._last_table = table, uploaded
-        return uploaded
+        key = tuple((tuple(one.blocks), one.start, one.end) for one in tokens)
+        if key not in self._last_located:
+            located = [
+                self.kernel_slots(one.blocks, torch.arange(one.start, one.end)) for one in tokens
+            ]
+            parts = [torch.cat(of_tokens) for of_tokens in zip(*located, strict=True)]
+            of_block, offsets = upload(parts, self.device)
+            while len(self._last_located) >= _LOCATED:
+                del self._last_located[next(iter(self._last_located))]
+            self._last_located[key] = of_block, offsets
+        return self._last_located[key]
 
 
 def cut_blocks(blocks: Sequence[int], per_block: int) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 
 from ragcache_core.identity.keys import KVSpace
 from ragcache_core.identity.variant import Precision, ValueShape
+from ragcache_engine.kv_cache.host_memory import empty_pinned
 from ragcache_kv.values.layout import FORMAT, value_bytes
 from ragcache_kv.values.stored_value import StoredValue
 
@@ -40,11 +41,19 @@ def matches_space(stored: StoredValue, num_tokens: int, space: KVSpace) -> bool:
     return stored.info.num_tokens == num_tokens and len(stored.parts) == space.num_layers
 
 
-def decode(stored: StoredValue, num_tokens: int, space: KVSpace) -> torch.Tensor | None:
+def decode(
+    stored: StoredValue, num_tokens: int, space: KVSpace, *, pinned: bool = False
+) -> torch.Tensor | None:
     """Return a value as [num_layers, 2, num_tokens, num_kv_heads, head_dim].
 
     The client verified the value's checksums when it received the bytes. A native value is not
     copied.
+
+    Args:
+        stored: The value.
+        num_tokens: Tokens that it should have.
+        space: The KV space that it should have.
+        pinned: Whether a value that is not native is decoded to pinned memory.
 
     Returns:
         None if the value has another layout.
@@ -53,22 +62,24 @@ def decode(stored: StoredValue, num_tokens: int, space: KVSpace) -> torch.Tensor
         return None
     dims = value_dims(space, num_tokens)
     if stored.info.precision != Precision():
-        return _decoded(stored, value_shape(space), dims)
+        dtype = DTYPES[space.dtype]
+        value = empty_pinned(dims, dtype) if pinned else torch.empty(dims, dtype=dtype)
+        return _decoded(stored, value_shape(space), value)
     if len(stored.value) != value_bytes(space, num_tokens):
         return None
     return torch.frombuffer(stored.value, dtype=DTYPES[space.dtype]).view(dims)
 
 
-def _decoded(stored: StoredValue, shape: ValueShape, dims: tuple[int, ...]) -> torch.Tensor | None:
-    """Decode a value that is not native, layer by layer."""
+def _decoded(stored: StoredValue, shape: ValueShape, value: torch.Tensor) -> torch.Tensor | None:
+    """Decode a value that is not native, layer by layer; None if it cannot be decoded."""
     # Imported here: it compiles loops, which a worker that moves only native values does not need.
     from ragcache_kv.codecs import decode_part  # noqa: PLC0415
 
-    value = torch.empty(dims, dtype=DTYPES[shape.dtype])
     try:
         for layer, out in enumerate(value):
             encoded = np.frombuffer(stored.part(layer), np.uint8)
-            decode_part(encoded, shape, dims[2], stored.info.precision, out=_bytes(out).reshape(-1))
+            numbers = _bytes(out).reshape(-1)
+            decode_part(encoded, shape, value.shape[2], stored.info.precision, out=numbers)
     except ValueError as error:
         log.warning(
             "value decoder: decode failed precision=%s error=%s", stored.info.precision, error

@@ -14,6 +14,7 @@ from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import Codec, Miss
 from ragcache_core.store_api import VariantUse
 from ragcache_engine.kv_cache.chunk_pool import concatenate_pieces
+from ragcache_engine.kv_cache.host_memory import is_needed, receive_buffer
 from ragcache_engine.kv_cache.incoming_value import (
     EncodedValue,
     IncomingValue,
@@ -114,6 +115,7 @@ class Fetcher:
         self._tiers = tiers
         self._rotation = rotation
         self._device = device
+        self._pins = is_needed(device)
 
     def fetch(
         self, jobs: Sequence[LoadJob], timeout_s: float
@@ -152,6 +154,8 @@ class Fetcher:
                 exact=jobs[0].recompute is None,
                 domain=jobs[0].domain,
                 fix_overheads=fix_overheads,
+                # A GPU copies other memory only while the worker's main thread waits.
+                allocate=receive_buffer if self._pins else None,
             )
             if wanted
             else iter(()),
@@ -221,7 +225,7 @@ class Fetcher:
             source = EncodedValue(stored, self._space, self._device)
             offered_bytes, native = size, partial(decode, stored, num_tokens, self._space)
         else:
-            value = decode(stored, num_tokens, self._space)
+            value = decode(stored, num_tokens, self._space, pinned=self._pins)
             if value is None:
                 return IncomingValue(span, None, reason="other layout", can_recompute=can_recompute)
             offered_bytes, native = value.nbytes, lambda: value

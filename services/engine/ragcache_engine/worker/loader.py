@@ -12,6 +12,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from ragcache_core.errors import RagCacheError
+from ragcache_engine.kv_cache.block_writer import PlacedValue
 from ragcache_engine.kv_cache.incoming_value import IncomingValue, OfferedValue
 from ragcache_engine.protocol.messages import LoadJob, LoadOutcome, VariantSpan
 from ragcache_engine.threads import unpinned_pool
@@ -26,8 +27,8 @@ _TIMED_OUT_SHARE = 0.9
 """Share of its deadline after which a failed load counts as timed out. A request to the store ends
 a little before the load's own deadline."""
 
-Write = Callable[[LoadJob, IncomingValue, int, int], None]
-"""Writes prompt tokens [start, end) of a value to the job's blocks."""
+Write = Callable[[LoadJob, Sequence[PlacedValue]], None]
+"""Writes values to the job's blocks."""
 
 
 @dataclass(slots=True)
@@ -70,6 +71,24 @@ class _RunningLoad:
         """End the load before its next span. The fetching thread calls this."""
         if self.spans_fetched < len(self.job.spans):
             self.put(IncomingValue(self.job.spans[self.spans_fetched], None, reason=reason))
+
+    def take_arrived(self) -> tuple[list[IncomingValue], IncomingValue | None]:
+        """Return the results that have come since the last call.
+
+        Returns:
+            Values, and missing ones that the worker can recompute. After them a value that did
+            neither arrive nor can be recomputed, if there is one.
+        """
+        arrived: list[IncomingValue] = []
+        while self.spans_done + len(arrived) < len(self.job.spans):
+            try:
+                value = self.fetched.get_nowait()
+            except queue.Empty:
+                break
+            if value.source is None and not value.can_recompute:
+                return arrived, value
+            arrived.append(value)
+        return arrived, None
 
     def note_written(self, value: IncomingValue, num_tokens: int) -> None:
         """Count the next span as written."""
@@ -237,27 +256,32 @@ class ValueLoader:
             )
 
     def _advance(self, load: _RunningLoad, write: Write) -> LoadOutcome | None:
-        while load.spans_done < len(load.job.spans):
-            if load.cancelled.is_set():
-                return load.end(load.job.spans[load.spans_done], "cancelled")
-            try:
-                value = load.fetched.get_nowait()
-            except queue.Empty:
-                # The fetch has its own deadline. This one also covers a fetch that waits for a
-                # thread of the pool.
-                if load.left_s >= 0:
-                    return None
-                load.cancelled.set()
-                return self._end_early(load, "load timed out")
-            start, end = load.job.written_range(value.span)
+        if load.cancelled.is_set() and load.spans_done < len(load.job.spans):
+            return load.end(load.job.spans[load.spans_done], "cancelled")
+        arrived, refused = load.take_arrived()
+        placed = [
+            PlacedValue(value, *load.job.written_range(value.span))
+            for value in arrived
+            if value.source is not None
+        ]
+        if placed:
+            write(load.job, placed)
+        for value in arrived:
             if value.source is not None:
-                write(load.job, value, start, end)
+                start, end = load.job.written_range(value.span)
                 load.note_written(value, end - start)
-            elif value.can_recompute:
-                load.note_missing(value.span, value.reason)
             else:
-                return self._end_early(load, value.reason)
-        return load.end(None, "")
+                load.note_missing(value.span, value.reason)
+        if refused is not None:
+            return self._end_early(load, refused.reason)
+        if load.spans_done == len(load.job.spans):
+            return load.end(None, "")
+        # The fetch has its own deadline. This one also covers a fetch that waits for a thread of
+        # the pool.
+        if load.left_s >= 0:
+            return None
+        load.cancelled.set()
+        return self._end_early(load, "load timed out")
 
     def _end_early(self, load: _RunningLoad, reason: str) -> LoadOutcome:
         """End a load whose remaining values will not arrive.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
+from ragcache_core.identity.keys import VariantKey
 from ragcache_engine.handoff.layer_staging import LayerStaging
 from ragcache_engine.kv_cache.incoming_value import OfferedValue
-from ragcache_engine.kv_cache.paged_cache import PagedCache
+from ragcache_engine.kv_cache.paged_cache import PagedCache, TokenRange
 from ragcache_engine.protocol.messages import SaveJob
 from ragcache_engine.tiers.local_tiers import LocalTiers
 from ragcache_engine.worker.pass_timer import PassTimer
@@ -76,11 +78,20 @@ class ValueExporter:
         self._export_all(jobs)
 
     def _export_all(self, jobs: Sequence[SaveJob]) -> None:
+        copied: dict[VariantKey, SaveJob] = {}
         for job in jobs:
             try:
-                self._export(job)
+                if (staged := self._staging.take(job)) is not None:  # the saver already sends it
+                    staged.complete(self._timer.cost_s(job))
+                    self._offer(job, staged.value.nbytes, staged.wait_for_value)
+                elif job.span.variant not in copied:
+                    queued = sum(one.info.num_bytes for one in copied.values())
+                    if self._saver.has_room(job.span.variant, queued + job.info.num_bytes):
+                        copied[job.span.variant] = job
             except Exception:
                 log.exception("worker: cannot save a variant")
+        if copied:
+            self._copy_and_save(tuple(copied.values()))
         if jobs:
             self._tiers.start_rebalance()
 
@@ -89,35 +100,41 @@ class ValueExporter:
         self._staging.close()
         self._saver.close()
 
-    def _export(self, job: SaveJob) -> None:
-        staged = self._staging.take(job)
-        if staged is not None:  # the saver already sends it
-            num_bytes, native = staged.value.nbytes, staged.wait_for_value
-            staged.complete(self._timer.cost_s(job))
-        elif self._saver.has_room(job.span.variant, job.info.num_bytes):
-            num_bytes, native = job.info.num_bytes, self._copy_out(job)
-            self._saver.save(job, native, self._timer.cost_of(job))
-        else:
+    def _copy_and_save(self, jobs: Sequence[SaveJob]) -> None:
+        """Copy values out of the cache together. Several are as many operations as one is."""
+        try:
+            copies = self._copy_out(jobs)
+        except Exception:
+            log.exception("worker: cannot save variants count=%d", len(jobs))
             return
+        for job, native in zip(jobs, copies, strict=True):
+            try:
+                self._saver.save(job, native, self._timer.cost_of(job))
+                self._offer(job, job.info.num_bytes, native)
+            except Exception:
+                log.exception("worker: cannot save a variant")
+
+    def _offer(
+        self, job: SaveJob, num_bytes: int, native: Callable[[], torch.Tensor | None]
+    ) -> None:
         offer = OfferedValue(job.span.variant, job.info, num_bytes, job.origin.domain, native)
         self._tiers.offer((offer,))
 
-    def _copy_out(self, job: SaveJob) -> Callable[[], torch.Tensor]:
-        """Start to copy a value out of the cache; return a function that waits for the copy.
+    def _copy_out(self, jobs: Sequence[SaveJob]) -> list[Callable[[], torch.Tensor]]:
+        """Start to copy values out of the cache; return a function for each, which waits for it.
 
         A GPU copies before the next pass, and this method does not wait for it.
         """
-        span = job.span
-        value = self._cache.empty(span.end - span.start)
-        for layer in range(self._cache.num_layers):
-            self._cache.read_layer(layer, job.blocks, span.start, span.end, value[layer])
+        tokens = [TokenRange(job.blocks, job.span.start, job.span.end) for job in jobs]
+        values = [self._cache.empty(one.end - one.start) for one in tokens]
+        self._cache.read_layers(tokens, values)
         copied = self._timer.record_event()
         if copied is None:  # then by a synchronous copy
-            value = self._cache.read(job.blocks, span.start, span.end)
+            values = [self._cache.read(one.blocks, one.start, one.end) for one in tokens]
 
-        def native() -> torch.Tensor:
+        def native(value: torch.Tensor) -> torch.Tensor:
             if copied is not None:
                 copied.wait()
             return value
 
-        return native
+        return [partial(native, value) for value in values]

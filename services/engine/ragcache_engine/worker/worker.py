@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,8 +17,7 @@ from ragcache_engine.blend.chunk_observer import ChunkObserver
 from ragcache_engine.blend.recomputation_queue import RECOMPUTE_FAILED, RecomputationQueue
 from ragcache_engine.handoff.layer_staging import LayerStaging
 from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
-from ragcache_engine.kv_cache.block_writer import BlockWriter
-from ragcache_engine.kv_cache.incoming_value import IncomingValue
+from ragcache_engine.kv_cache.block_writer import BlockWriter, PlacedValue
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
@@ -279,12 +278,12 @@ class ConnectorWorker:
                 del self._holds[request_id]
                 self._released.add(request_id)
 
-    def _write(self, job: LoadJob, value: IncomingValue, start: int, end: int) -> None:
-        """Write a value to its blocks, or keep it for the pass that writes layer by layer."""
+    def _write(self, job: LoadJob, values: Sequence[PlacedValue]) -> None:
+        """Write values to their blocks, or keep them for the pass that writes layer by layer."""
         if self._layerwise is None or self._probe.is_probe(job.request_id):
-            self._writer.write(job, value, start, end)
+            self._writer.write(job, values)
         else:
-            self._layerwise.write(job, value, start, end)
+            self._layerwise.write(job, values)
 
     def _has_arrival(self) -> bool:
         """Tell whether a request has arrived since the step began."""

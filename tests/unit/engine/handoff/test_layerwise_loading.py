@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ragcache_core.identity.keys import VariantKey
 from ragcache_engine.handoff.layerwise_loading import LayerwiseLoader
-from ragcache_engine.kv_cache.block_writer import BlockWriter
+from ragcache_engine.kv_cache.block_writer import BlockWriter, PlacedValue
 from ragcache_engine.kv_cache.device_event import DeviceEvent
 from ragcache_engine.kv_cache.incoming_value import IncomingValue, NativeValue
 from ragcache_engine.kv_cache.paged_cache import CacheShape, PagedCache
@@ -73,7 +73,7 @@ class Bench:
         self.loader = LayerwiseLoader(cache, BlockWriter(cache, None), depth)
 
     def load(self, job: LoadJob) -> None:
-        self.loader.write(job, make_arrival(job), 0, LENGTH)
+        self.loader.write(job, [PlacedValue(make_arrival(job), 0, LENGTH)])
 
     def layers_of(self, job: LoadJob) -> list[bool]:
         """Tell for each layer whether it is in place."""

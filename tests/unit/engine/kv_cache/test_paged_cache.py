@@ -237,6 +237,6 @@ def test_single_tokens_are_read(order: str) -> None:
     value = torch.randn(1, 2, 3 * BLOCK, HEADS, DIM)
     cache.write(value, cache.slots(blocks, 0, 3 * BLOCK))
     positions = torch.tensor([0, 5, 31, 32, 70, 95])
-    keys, values = cache.tokens_at(0, blocks, positions)
+    keys, values = cache.tokens_at(0, *cache.kernel_slots(blocks, positions))
     assert torch.equal(keys, value[0, 0, positions])
     assert torch.equal(values, value[0, 1, positions])

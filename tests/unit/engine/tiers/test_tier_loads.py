@@ -24,7 +24,7 @@ from ragcache_core.identity.variant import (  # noqa: E402
     VariantInfo,
 )
 from ragcache_core.store_api import ReportedUses  # noqa: E402
-from ragcache_engine.kv_cache.block_writer import BlockWriter  # noqa: E402
+from ragcache_engine.kv_cache.block_writer import BlockWriter, PlacedValue  # noqa: E402
 from ragcache_engine.kv_cache.incoming_value import EncodedValue, IncomingValue  # noqa: E402
 from ragcache_engine.kv_cache.paged_cache import PagedCache  # noqa: E402
 from ragcache_engine.kv_cache.value_tensors import decode, value_shape  # noqa: E402
@@ -330,7 +330,7 @@ def test_moved_keys_are_rotated_and_the_tier_value_stays(device: str) -> None:
         (value,) = fetcher.fetch(wanted)
         assert value.tier == tier
         assert value.rotate_by == (start if device == "cuda" else 0)
-        writer.write(wanted, value, start + 3, start + 40)
+        writer.write(wanted, [PlacedValue(value, start + 3, start + 40)])
         expected = tensors[key(0)].clone()
         if start:
             ROTATION.rotate_part(expected, start)

@@ -1,0 +1,1 @@
+"""What the connector asks of a GPU, counted without one."""
