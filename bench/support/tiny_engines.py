@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from harness.completion import Completion, complete
+from harness.plans import blend_for_all, exact_for_all
 from harness.processes import Engine, wait_for_engine
 from harness.tiny_model import make_tiny_model
 from ragcache_core.blend.observation import observation_key
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
+from ragcache_core.plan.prompt import Prompt, assemble
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.store_api import LookupKey
@@ -57,8 +58,8 @@ class TinyModel:
         """Plan a request. A budget of None means exact."""
         request = request or uuid.uuid4().hex
         if budget is None:
-            return plan_exact(prompt, self.space, DOMAIN, request)
-        return plan_blend(prompt, self.space, DOMAIN, request, budget)
+            return exact_for_all(prompt, self.space, DOMAIN, request)
+        return blend_for_all(prompt, self.space, DOMAIN, request, budget)
 
     def variants(self, prompt: Prompt, budget: float | None = None) -> list[VariantKey]:
         plan = self.plan(prompt, budget)

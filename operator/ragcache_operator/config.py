@@ -21,7 +21,7 @@ from ragcache_operator.spec.ragcache import COMPONENTS, RagCache
 
 ROOT_KEY_SECRET: Final = "ragcache-operator-root-key"
 
-RUN_IMAGES: Final = (*COMPONENTS, "tools")
+RUN_IMAGES: Final = (*COMPONENTS, "engine-cuda", "retriever-cuda", "tools")
 """Images that the operator runs."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")

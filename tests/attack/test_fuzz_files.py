@@ -19,7 +19,7 @@ from ragcache_core.access.key_file import hash_text, key_of, parse_key_file
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.plan.reuse_plan import Action, ReusePlan, Segment
-from ragcache_core.plan.signature import is_signed, parse_keys, sign
+from ragcache_core.plan.signature import parse_keys, sign, signed_until_s
 from ragcache_operator.spec.manifest import parse
 from ragcache_retriever.store.sqlite.document_store import open_sqlite
 from ragcache_retriever.store.sqlite.files.backup import SqliteBackups
@@ -122,11 +122,11 @@ def plans() -> Reader:
         reader=Caller("red").reader,
         num_head=1,
     ).encode()
-    signature = sign(encoded, TOKENS, KEY)
+    signature = sign(encoded, TOKENS, KEY, 1_700_000_000)
 
     def read(content: bytes) -> None:
         text = content.decode(errors="replace")
-        assert text == encoded or not is_signed(text, TOKENS, signature, [KEY])
+        assert text == encoded or signed_until_s(text, TOKENS, signature, [KEY]) is None
         ReusePlan.decode(text)
 
     return Reader([encoded.encode()], with_odd_bytes, read)

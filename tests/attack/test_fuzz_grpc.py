@@ -17,11 +17,12 @@ from harness.processes import Service, free_port, is_serving, running_cachestore
 from ragcache_kv.store_client.client import StoreClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.peers.credentials import Credentials
-from ragcache_wire.v1 import cachestore_pb2, retriever_pb2
+from ragcache_wire.v1 import cachestore_pb2, engine_pb2, retriever_pb2
 from ragcache_wire.v1 import node_feed_pb2 as feed_pb
 from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.attack.fuzzed_process import FuzzedProcess
 from tests.attack.fuzzed_service import Call, FuzzedService, calls
+from tests.kit.simulated_engines import PROMPT, Simulated
 
 SEED: Final = 37
 WARM_UP: Final = 2000
@@ -33,6 +34,7 @@ COUNTS: Final = [
     pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
 ]
 TIMEOUT_S: Final = 60.0
+RECORDED: Final = "recorded"
 MINUTE_S: Final = 1_700_000_040
 
 
@@ -127,6 +129,34 @@ async def test_mutated_calls_of_a_store(tmp_path: Path, keys: SigningKeys, count
         client.connect(TIMEOUT_S)
         assert client.stats(TIMEOUT_S).puts
         client.close()
+
+
+def engine_corpus() -> list[Call]:
+    single: Mapping[str, Sequence[Message]] = {
+        # A watch of an idle engine waits for its heartbeats.
+        "GetRequestRecord": [engine_pb2.GetRequestRecordRequest(request=RECORDED)] * 60,
+        "GetCosts": [engine_pb2.GetCostsRequest()] * 20,
+        "Watch": [feed_pb.WatchRequest(boot=b"b" * 16, after=3, reader="gateway")],
+    }
+    return calls(single)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_mutated_calls_of_an_engine(
+    tmp_path: Path, keys: SigningKeys, tiny_model: Path, count: int
+) -> None:
+    with running_cachestore(tmp_path / "store", env=env_of(tmp_path)) as store:
+        engines = Simulated(tmp_path, tiny_model, store, tmp_path / "keys")
+        try:
+            engines.wait_until_ready()
+            await engines.send(0, engines.params(RECORDED))
+            process = FuzzedProcess(engines.service.pid, engines.service.log)
+            service = engine_pb2.DESCRIPTOR.services_by_name["Engine"]
+            await fuzz(process, engines.engines[0][1], service, engine_corpus(), keys, count)
+            asked = await engines.ask(0)
+            assert asked.prompt_tokens == len(PROMPT.token_ids)
+        finally:
+            engines.service.stop()
 
 
 def retriever_corpus() -> list[Call]:

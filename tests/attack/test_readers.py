@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import zipfile
@@ -15,7 +17,8 @@ from typing import Any
 import pytest
 
 from ragcache_core.documents.formats import DocumentFormat
-from ragcache_gateway.extraction.extractor import TextExtractor
+from ragcache_core.errors import InvalidInput
+from ragcache_gateway.extraction.extractor import ExtractionLimit, TextExtractor
 from ragcache_retriever.documents.collection import Chunking
 from ragcache_retriever.documents.splitter import DocumentSplitter
 from ragcache_wire.sandbox import sandbox_support
@@ -53,6 +56,36 @@ class Tokenizer:
     def from_str(content):
         print("TRIED " + json.dumps(attempts()), file=sys.stderr, flush=True)
         sys.exit(1)
+"""
+
+
+FLOOD = """
+import sys
+AddedToken = Encoding = None
+
+def flood():
+    try:
+        for _ in range(1000):
+            sys.stderr.write("2026-01-01 CRITICAL all is lost\\x1b[2J\\r\\n" * 1000)
+            sys.stderr.flush()
+    except OSError:
+        pass
+
+class StreamInfo:
+    def __init__(self, **_): ...
+
+class DocxConverter:
+    def convert(self, content, info):
+        flood()
+        raise ValueError("read")
+
+class Tokenizer:
+    @staticmethod
+    def from_str(content):
+        flood()
+        sys.exit(1)
+
+converters = types = sys.modules[__name__]
 """
 
 
@@ -113,7 +146,7 @@ async def test_a_parser_that_is_taken_over_reaches_nothing(hostile: Hostile) -> 
 
 
 async def test_a_splitter_that_is_taken_over_reaches_nothing(
-    hostile: Hostile, tiny_model: Path, capfd: pytest.CaptureFixture[str]
+    hostile: Hostile, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     hostile.add("tokenizers", SPLITTER)
     splitter = DocumentSplitter(tokenizer_of(tiny_model))
@@ -122,9 +155,52 @@ async def test_a_splitter_that_is_taken_over_reaches_nothing(
             await splitter.split("d", "x", markdown=False, chunking=Chunking(64, 16))
     finally:
         await splitter.close()
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("TRIED ")]
-    assert lines
+    [*_, logged] = [line for line in caplog.messages if "TRIED" in line]
+    lines = ast.literal_eval(logged.partition("errors=")[2]).splitlines()
     hostile.check(json.loads(lines[0].removeprefix("TRIED ")))
+
+
+def check_log(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    """Check that of what a process has written, the log has one short line that says so."""
+    written = capfd.readouterr()
+    assert "all is lost" not in written.out + written.err
+    lines = {line for line in caplog.messages if "all is lost" in line}
+    assert lines
+    for line in lines:
+        assert "wrote errors='2026-01-01 CRITICAL" in line
+        assert line.isascii()
+        assert line.isprintable()
+        assert len(line) < 3000
+        assert re.search(r"and [0-9]{5,} bytes more$", line)
+
+
+async def test_a_parser_that_is_taken_over_writes_no_lines_to_the_log(
+    hostile: Hostile, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hostile.add("markitdown", FLOOD)
+    extractor = TextExtractor(ExtractionLimit(output_bytes=1 << 20))
+    try:
+        with pytest.raises(InvalidInput):
+            await extractor.extract(docx(["x"]), DocumentFormat.DOCX, "file")
+    finally:
+        await extractor.close()
+    check_log(caplog, capfd)
+
+
+async def test_a_splitter_that_is_taken_over_writes_no_lines_to_the_log(
+    hostile: Hostile,
+    tiny_model: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    hostile.add("tokenizers", FLOOD)
+    splitter = DocumentSplitter(tokenizer_of(tiny_model))
+    try:
+        with pytest.raises(Exception, match="process that splits"):
+            await splitter.split("d", "x", markdown=False, chunking=Chunking(64, 16))
+    finally:
+        await splitter.close()
+    check_log(caplog, capfd)
 
 
 def archive(**parts: bytes) -> bytes:

@@ -9,6 +9,7 @@ import httpx
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.store_api import LookupKey
 from ragcache_kv.store_client.client import StoreClient
+from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 
 STORE_AWAY = ("store unavailable", "lookup timed out")
 """Reasons while the store is away: its connection ends or the deadline passes first."""
@@ -26,9 +27,11 @@ def total(lines: Iterable[str]) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-def is_stored(address: str, keys: Iterable[VariantKey]) -> bool:
+def is_stored(
+    address: str, keys: Iterable[VariantKey], credentials: Credentials = NO_CREDENTIALS
+) -> bool:
     """Tell whether a store has all of these variants."""
-    client = StoreClient(address)
+    client = StoreClient(address, credentials=credentials)
     try:
         wants = [LookupKey.for_variant(key) for key in keys]
         return all(found.stored for found in client.lookup(wants, 60).variants)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from harness.plans import blend_for_all, exact_for_all
 from ragcache_core.cluster.sent_requests import SENT_FIELD, SentRequest
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
@@ -15,7 +16,7 @@ from ragcache_core.identity.variant import (
     Tier,
     ValuePart,
 )
-from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
+from ragcache_core.plan.prompt import Prompt, assemble
 from ragcache_core.plan.reuse_plan import Handoff
 from ragcache_core.plan.segments import PIECE_TOKENS
 from ragcache_core.store_api import AsOf, ChunkVariants, LookupKey, ReportedUses, StoredVariant
@@ -134,7 +135,7 @@ class SchedulerHarness:
         handoff: Handoff | None = None,
         sent: SentRequest | None = None,
     ) -> None:
-        plan = plan_exact(prompt, SPACE, "public", request_id)
+        plan = exact_for_all(prompt, SPACE, "public", request_id)
         plan = replace(plan, handoff=handoff, handoff_wait_s=self._handoff_wait_s)
         params: dict[str, object] = {"ragcache": plan.encode()}
         if sent is not None:
@@ -291,7 +292,7 @@ class BlendHarness:
 
     def arrive(self, name: str, prompt: Prompt, recompute_share: float = 0.2, **given: Any) -> None:
         """given: fields of the plan."""
-        plan = replace(plan_blend(prompt, SPACE, "public", name, recompute_share), **given)
+        plan = replace(blend_for_all(prompt, SPACE, "public", name, recompute_share), **given)
         params = {"ragcache": plan.encode()}
         self.scheduler.on_new_request(NewRequest(name, prompt.token_ids, params))
 

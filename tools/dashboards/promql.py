@@ -42,6 +42,11 @@ def highest(expression: str, *by: str) -> str:
     return f"max by ({', '.join(by)}) ({expression})" if by else f"max({expression})"
 
 
+def lowest(expression: str, *by: str) -> str:
+    """Return the minimum, by some labels."""
+    return f"min by ({', '.join(by)}) ({expression})" if by else f"min({expression})"
+
+
 def quantile(
     share: float, row: Instrument, *matchers: str, by: tuple[str, ...] = (), window: str = WINDOW
 ) -> str:

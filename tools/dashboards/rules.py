@@ -14,7 +14,7 @@ from ragcache_wire.telemetry.catalogue import (
     retriever,
     standard,
 )
-from tools.dashboards.promql import highest, increase, quantile, rate, series, total
+from tools.dashboards.promql import highest, increase, lowest, quantile, rate, series, total
 
 Json = dict[str, Any]
 
@@ -32,6 +32,10 @@ _DISK: Final = 'tier="disk"'
 _FREE_SHARE: Final = (
     f"{series(retriever.DISK_FREE)} / "
     f"({series(retriever.DISK_FREE)} + {series(retriever.DISK_USED)})"
+)
+_PROTECTIONS: Final = " or ".join(
+    lowest(series(row), *BY, "pod", "protection")
+    for row in (gateway.READER_PROTECTIONS, retriever.SPLITTER_PROTECTIONS)
 )
 
 
@@ -289,6 +293,13 @@ ALERTS: Final[tuple[Alert, ...]] = (
         "5m",
         "warning",
         "{{ $labels.pod }} cannot read the public keys of an issuer of tokens.",
+    ),
+    Alert(
+        "RagCacheReadersUnprotected",
+        [Condition(_PROTECTIONS, "<", "1")],
+        "15m",
+        "warning",
+        "{{ $labels.pod }} reads documents without {{ $labels.protection }}.",
     ),
     Alert(
         "RagCacheOperatorHasNoLeader",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.completion import record_of
+from harness.plans import blend_for_all, exact_for_all
 from harness.processes import (
     KV_TRANSFER,
     CacheStore,
@@ -28,7 +29,7 @@ from harness.processes import (
 from ragcache_core.blend.observation import observation_key
 from ragcache_core.identity.keys import KVSpace, VariantKey
 from ragcache_core.identity.variant import Miss
-from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
+from ragcache_core.plan.prompt import Prompt
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.plan.segments import checked_segments
 from ragcache_core.store_api import LookupKey
@@ -200,11 +201,11 @@ class InProcessEngine:
 
     def exact_plan(self, prompt: Prompt) -> ReusePlan:
         """Return a plan that loads and saves exact values."""
-        return plan_exact(prompt, self.space, DOMAIN, uuid.uuid4().hex)
+        return exact_for_all(prompt, self.space, DOMAIN, uuid.uuid4().hex)
 
     def blend_plan(self, prompt: Prompt, share: float) -> ReusePlan:
         """Return a plan that blends chunks."""
-        return plan_blend(prompt, self.space, DOMAIN, uuid.uuid4().hex, share)
+        return blend_for_all(prompt, self.space, DOMAIN, uuid.uuid4().hex, share)
 
     def record(self, plan: ReusePlan) -> engine_pb2.RequestRecord:
         """Return the engine's record of a request by its plan."""

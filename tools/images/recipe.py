@@ -98,6 +98,8 @@ def _stages(text: str, given: Mapping[str, str]) -> dict[str, _Stage]:
             if not name:
                 raise _invalid(number, "FROM names no stage", "write FROM image AS name")
             stages[name] = stage
+        elif stage is None and instruction == "ARG":
+            continue  # of an image that stages start from, which these images do not have
         elif stage is None:
             raise _invalid(number, f"{instruction} is in no stage", "write FROM before it")
         elif instruction not in _IGNORED:

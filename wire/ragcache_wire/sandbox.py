@@ -97,6 +97,11 @@ class SandboxSupport:
     landlock: int
     seccomp: bool
 
+    @property
+    def protections(self) -> dict[str, bool]:
+        """Whether there is each part, by its name in metrics."""
+        return {"landlock": self.landlock > 0, "seccomp": self.seccomp}
+
     def warn(self, what: str) -> None:
         """Write a log line about each part that is missing.
 

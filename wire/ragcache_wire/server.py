@@ -6,20 +6,19 @@ import asyncio
 import contextlib
 import logging
 import signal
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typing_extensions import override
 
-from ragcache_core.errors import InvalidInput, RagCacheError
+from ragcache_core.errors import RagCacheError
 from ragcache_wire.asking import adopt_asker
 from ragcache_wire.channel import SERVER_OPTIONS
 from ragcache_wire.http_server import HealthServer
+from ragcache_wire.message_check import Decoder, MessageCheck
 from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.peers.peer_access import PeerGuard
 from ragcache_wire.peers.peer_channel import add_port
@@ -35,14 +34,10 @@ MAX_CALLS = 1024
 """Most calls at once. A server refuses further ones with RESOURCE_EXHAUSTED, without decoding them.
 Streams count while they are open."""
 
-UNDECODABLE_LOG_S = 10.0
-"""Time between two log lines about messages that cannot be decoded."""
-
 
 UnaryCall = Callable[[Any, Any], Awaitable[Any]]
 """Takes a request, or an iterator of requests, and a context. It returns one reply."""
 StreamCall = Callable[[Any, Any], AsyncGenerator[Any, None]]
-Decoder = Callable[[bytes], Any]
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -105,10 +100,6 @@ class AskerInterceptor(CallInterceptor):
         return adopted
 
 
-class _Undecodable:
-    """Stands for a message that cannot be decoded."""
-
-
 class ErrorInterceptor(CallInterceptor):
     """Turns core errors that handlers raise into gRPC statuses, and messages that are none.
 
@@ -116,37 +107,17 @@ class ErrorInterceptor(CallInterceptor):
     """
 
     def __init__(self) -> None:
-        self._next_log_s = 0.0
-        self._num_undecodable = 0
+        self._messages = MessageCheck()
 
     @override
     def around_decoder(self, decode: Decoder | None) -> Decoder | None:
-        if decode is None:
-            return None
-
-        def decode_or_mark(message: bytes) -> Any:
-            try:
-                return decode(message)
-            except DecodeError:  # here, gRPC would log a traceback for each message
-                return _Undecodable()
-
-        return decode_or_mark
+        return self._messages.decoder(decode)
 
     def _checked(self, method: str, request: Any) -> Any:
         """Return a request, or an iterator of them. Raises InvalidInput for what is none."""
         if hasattr(request, "__aiter__"):
             return self._checked_stream(method, request)
-        if not isinstance(request, _Undecodable):
-            return request
-        self._num_undecodable += 1
-        now_s = time.monotonic()
-        if now_s >= self._next_log_s:
-            count, self._num_undecodable = self._num_undecodable, 0
-            self._next_log_s = now_s + UNDECODABLE_LOG_S
-            log.warning("grpc: messages cannot be decoded method=%s count=%d", method, count)
-        raise InvalidInput(
-            "message", f"is no request of {method}", "send the message that the proto defines"
-        )
+        return self._messages.check(method, request)
 
     async def _checked_stream(self, method: str, requests: Any) -> AsyncGenerator[Any, None]:
         async for request in requests:

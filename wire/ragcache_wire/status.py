@@ -26,6 +26,11 @@ DETAIL_KEY = "ragcache-error-bin"
 RETRY_AFTER_S = 1.0
 """Retry delay for an error that names none."""
 
+MAX_TEXT_BYTES = 1024
+"""Most bytes of a text of an error, as JSON. From 8 KiB of trailing metadata on, gRPC ends calls at
+random with RESOURCE_EXHAUSTED in place of the error. A message takes three times as much there,
+and each of up to three fields takes a third more."""
+
 _RETRYABLE = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -38,7 +43,16 @@ class NoAnswer(Unavailable):
 
 
 def to_status(error: RagCacheError) -> tuple[grpc.StatusCode, str, dict[str, object]]:
-    """Return the status code, message and fields of an error."""
+    """Return the status code, message and fields of an error.
+
+    Each text is at most MAX_TEXT_BYTES long, because an error may repeat what a caller has sent.
+    """
+    code, message, fields = _status_of(error)
+    short = {name: _shortened(one) if isinstance(one, str) else one for name, one in fields.items()}
+    return code, _shortened(message), short
+
+
+def _status_of(error: RagCacheError) -> tuple[grpc.StatusCode, str, dict[str, object]]:
     fields: dict[str, object]
     match error:
         case InvalidInput():
@@ -60,6 +74,14 @@ def to_status(error: RagCacheError) -> tuple[grpc.StatusCode, str, dict[str, obj
             return grpc.StatusCode.UNAVAILABLE, str(error), fields
         case _:
             return grpc.StatusCode.INTERNAL, str(error), {"type": "internal"}
+
+
+def _shortened(text: str) -> str:
+    """Return a text, or its beginning, as far as its JSON takes MAX_TEXT_BYTES."""
+    start = text[:MAX_TEXT_BYTES]
+    while len(json.dumps(start)) > MAX_TEXT_BYTES:
+        start = start[: len(start) * 7 // 8]
+    return text if start == text else start[:-3] + "..."
 
 
 def trailing_metadata(fields: dict[str, object]) -> tuple[tuple[str, bytes], ...]:

@@ -23,7 +23,7 @@ from bench.support.cluster.engine_times import EngineTimes
 from bench.support.cluster.simulated_engine import EngineConfig
 from harness.processes import Service, answers
 from ragcache_cli.local.component import LocalComponent, components_from
-from ragcache_cli.local.key_files import ensure_store_key, plan_key_file
+from ragcache_cli.local.key_files import ensure_key, plan_key_file
 from ragcache_cli.local.placement import RUN_FOLDER, LocalPlacement
 from ragcache_cli.local.ports import free_ports
 from ragcache_cli.models.number_type import read_cpu_features, use_fast_number_type
@@ -156,7 +156,7 @@ def platform(spec: PlatformSpec, data: Path) -> Iterator[Platform]:
     (data / RUN_FOLDER).mkdir(parents=True, mode=0o700)
     components = {one.name: one for one in spec.components(data)}
     found = Platform(data, components)
-    ensure_store_key(Path(components["gateway"].env["RAGCACHE_STORE_KEY_FILE"]))
+    ensure_key(Path(components["gateway"].env["RAGCACHE_STORE_KEY_FILE"]))
     with plan_key_file(found.key_file):
         try:
             yield found

@@ -16,6 +16,7 @@ from ragcache_retriever.concurrency.cpu import usable_cores
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import Chunking, CollectionSettings
+from ragcache_retriever.embedding.computation import Computation
 from ragcache_retriever.embedding.embedder import Precision
 from ragcache_retriever.embedding.local_model import MiniLM
 from ragcache_retriever.ranking.hybrid import HybridRanking
@@ -172,7 +173,7 @@ def embedded(texts: Sequence[str], precision: Precision | None = None) -> Vector
     """Return embeddings of the bundled model, shape (len(texts), dimension)."""
 
     async def embed() -> Vectors:
-        embedder = MiniLM(QueryGate(), usable_cores(), precision)
+        embedder = MiniLM(QueryGate(), usable_cores(), Computation(precision=precision))
         await embedder.start()
         try:
             return await embedder.embed(texts, urgent=False)

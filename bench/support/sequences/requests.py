@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from ragcache_core.access.reader import EVERYONE
 from ragcache_core.identity.keys import KVSpace, chunk_key
 from ragcache_core.plan.prompt import CHUNK_SEPARATOR, CHUNKS_PLACEHOLDER, DEFAULT_SYSTEM_PROMPT
 from ragcache_core.plan.reuse_plan import Action, ReusePlan, Segment
@@ -90,7 +91,8 @@ def plan_request(
         )
         for part, start, end in _segment_bounds(request.parts)
     )
-    return ReusePlan(name, domain, segments, recompute_share=recompute_share or 0.0)
+    share = recompute_share or 0.0
+    return ReusePlan(name, domain, segments, recompute_share=share, reader=EVERYONE)
 
 
 def _segment_bounds(parts: Sequence[PromptPart]) -> Iterator[tuple[Part, int, int]]:

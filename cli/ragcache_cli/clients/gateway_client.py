@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote, urlencode
 
 import httpx
 
-from ragcache_core.errors import RagCacheError, Unavailable
+from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 
 API_KEY_VARIABLE = "RAGCACHE_API_KEY"
 """Environment variable with the API key."""
+CA_FILE_VARIABLE = "RAGCACHE_CA_FILE"
+"""Environment variable with the authorities of an https gateway."""
 
 _CONNECT_S = 5.0
 _REPLY_S = 120.0
@@ -95,15 +99,41 @@ class CollectionDocument:
 
 @dataclass(frozen=True, slots=True)
 class GatewayTarget:
-    """A gateway, and the API key for it.
+    """A gateway, the API key for it, and what it has to show if its URL is https.
 
     Args:
         url: Base URL.
         api_key: None: the gateway needs no key.
+        ca_file: Authorities in PEM, of which one has made its certificate. None: the public ones.
+        certificate: The very certificate that it shows, in PEM. Its names do not count.
     """
 
     url: str
     api_key: str | None = field(default=None, repr=False)
+    ca_file: Path | None = None
+    certificate: Path | None = None
+
+    def verification(self) -> ssl.SSLContext | bool:
+        """Return how a client checks the certificate of the gateway.
+
+        Raises:
+            InvalidInput: A file has no certificate.
+        """
+        trusted = self.certificate or self.ca_file
+        if trusted is None or not self.url.startswith("https://"):
+            return True
+        try:
+            context = ssl.create_default_context(cafile=trusted)
+        except OSError as error:  # SSLError is one
+            name = CA_FILE_VARIABLE if self.certificate is None else "--certificate"
+            raise InvalidInput(
+                name, f"{trusted} cannot be used: {error}", "name a file with certificates in PEM"
+            ) from error
+        if self.certificate is not None:
+            # The file has the server's own certificate, so its names say nothing more.
+            context.check_hostname = False
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        return context
 
     def __str__(self) -> str:
         return self.url
@@ -167,7 +197,9 @@ class GatewayApiClient:
         timeout = httpx.Timeout(reply_s, connect=_CONNECT_S)
         key = target.api_key
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._http = httpx.AsyncClient(base_url=target.url, timeout=timeout, headers=headers)
+        self._http = httpx.AsyncClient(
+            base_url=target.url, timeout=timeout, headers=headers, verify=target.verification()
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -474,7 +506,10 @@ class GatewayApiClient:
         except httpx.TimeoutException as error:
             raise Unavailable("gateway", f"{self._url} did not answer in time") from error
         except httpx.TransportError as error:
-            problem = f"nothing answers at {self._url} ({error}); see `ragcache status`"
+            fix = "see `ragcache status`"
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                fix = f"name the authority of its certificate with --ca-file or {CA_FILE_VARIABLE}"
+            problem = f"nothing answers at {self._url} ({error}); {fix}"
             raise Unavailable("gateway", problem) from error
         except (httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             problem = f"{self._url} does not answer as a gateway does ({error})"

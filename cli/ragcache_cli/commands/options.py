@@ -16,10 +16,15 @@ from typing import Annotated, Any, Final, Literal, TypeVar, get_type_hints
 
 import typer
 
-from ragcache_cli.clients.gateway_client import API_KEY_VARIABLE, GatewayApiClient, GatewayTarget
+from ragcache_cli.clients.gateway_client import (
+    API_KEY_VARIABLE,
+    CA_FILE_VARIABLE,
+    GatewayApiClient,
+    GatewayTarget,
+)
 from ragcache_cli.kubernetes.cluster_choice import ClusterChoice
-from ragcache_cli.local.key_files import read_api_key
-from ragcache_cli.local.state_file import find_data
+from ragcache_cli.local.key_files import gateway_certificate, read_api_key
+from ragcache_cli.local.state_file import PlatformRecord, find_data
 from ragcache_core.errors import InvalidInput
 
 R = TypeVar("R")
@@ -120,6 +125,16 @@ class GatewayOptions:
             show_default="that of the platform that `ragcache up` runs here",
         ),
     ] = field(default=None, repr=False)
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--ca-file",
+            metavar="FILE",
+            envvar=CA_FILE_VARIABLE,
+            help="Authorities of an https gateway, in PEM.",
+            show_default="the public ones",
+        ),
+    ] = None
 
     @property
     def target(self) -> GatewayTarget:
@@ -133,20 +148,39 @@ class GatewayOptions:
         given = self.gateway
         if given is None:
             data, record = find_data(None, option="--gateway")
-            return GatewayTarget(record.gateway_url, self.api_key or read_api_key(data))
+            return local_target(data, record, self.api_key)
         if not given.startswith(("http://", "https://")):
             where = GATEWAY_VARIABLE if os.environ.get(GATEWAY_VARIABLE) == given else "--gateway"
             raise InvalidInput(where, f"{given!r} is no URL", "write it like http://127.0.0.1:8080")
-        return GatewayTarget(given.rstrip("/"), self.api_key)
+        return GatewayTarget(given.rstrip("/"), self.api_key, self.ca_file)
 
     def call(self, action: Callable[[GatewayApiClient], Awaitable[R]]) -> R:
         """Return the result of calls to the gateway."""
+        return call_gateway(self.target, action)
 
-        async def run() -> R:
-            async with GatewayApiClient(self.target) as client:
-                return await action(client)
 
-        return asyncio.run(run())
+def local_target(data: Path, record: PlatformRecord, api_key: str | None = None) -> GatewayTarget:
+    """Return the gateway of the platform that runs in a data folder.
+
+    Args:
+        api_key: None: the key of the commands of this user, if the platform needs one.
+    """
+    is_tls = record.gateway_url.startswith("https://")
+    return GatewayTarget(
+        record.gateway_url,
+        api_key or read_api_key(data),
+        certificate=gateway_certificate(data) if is_tls else None,
+    )
+
+
+def call_gateway(target: GatewayTarget, action: Callable[[GatewayApiClient], Awaitable[R]]) -> R:
+    """Return the result of calls to a gateway."""
+
+    async def run() -> R:
+        async with GatewayApiClient(target) as client:
+            return await action(client)
+
+    return asyncio.run(run())
 
 
 @dataclass(frozen=True, slots=True)

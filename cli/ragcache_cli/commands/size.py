@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 from rich.table import Table
 
-from ragcache_cli.commands.options import OutputOption
+from ragcache_cli.commands.options import OutputOption, grouped
 from ragcache_cli.local.placement import checkout_model
 from ragcache_cli.models.catalog import FETCHED_MODELS
 from ragcache_cli.output.console import make_console, print_json
 from ragcache_core import sizing
+from ragcache_core.cost.gpu_fit import GpuFit, gpu_fit
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.fingerprint import kv_space
+from ragcache_kv.model.weights import read_weights_bytes
 from ragcache_kv.values.layout import ELEMENT_BYTES, value_bytes
-from ragcache_operator.spec.ragcache import BUNDLED_MODELS
+from ragcache_operator.spec.quantity import parse_quantity
+from ragcache_operator.spec.ragcache import BUNDLED_MODELS, GPUSpec
 from ragcache_operator.spec.retriever import BUNDLED_DIMENSION
 from ragcache_operator.spec.values import ChunkingSpec
 
@@ -59,6 +62,7 @@ class Sizes:
         gateway_replicas: ``spec.gateway.replicas``.
         kv_memory_bytes: ``spec.engines[].kvMemory``.
         engine_tokens_per_s: Prompt tokens per second that all engines together must compute.
+        gpu: Whether the model and its prompts fit into a GPU's memory; None if none is given.
     """
 
     token_bytes: int
@@ -73,8 +77,39 @@ class Sizes:
     gateway_replicas: int
     kv_memory_bytes: int
     engine_tokens_per_s: float
+    gpu: GpuFit | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class GpuOptions:
+    """The GPU that an engine computes on."""
+
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option("--gpu-memory", metavar="SIZE", help="Memory of a GPU, like 80Gi."),
+    ] = None
+    memory_share: Annotated[
+        float,
+        typer.Option(
+            "--memory-share",
+            metavar="S",
+            min=0.1,
+            max=0.98,
+            help="As in engines[].gpu.memoryShare.",
+        ),
+    ] = GPUSpec().memory_share
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--weights",
+            metavar="SIZE",
+            help="Size of the weights in memory, like 16Gi.",
+            show_default="as the model's files say",
+        ),
+    ] = None
+
+
+@grouped
 def size_command(
     model: Annotated[
         str,
@@ -89,10 +124,13 @@ def size_command(
         float,
         typer.Option(metavar="R", min=0, max=10**6, help="Questions per second, of all users."),
     ],
+    gpu: GpuOptions,
     output: OutputOption = "text",
 ) -> None:
     """Compute the sizes that a model, its documents and its questions need."""
     found = sizes(model, chunks, rate)
+    if gpu.gpu_memory is not None:
+        found = replace(found, gpu=_gpu_fit(model, found.token_bytes, gpu))
     if output == "json":
         print_json(asdict(found))
     else:
@@ -136,6 +174,35 @@ def sizes(model: str, num_chunks: int, questions_per_s: float) -> Sizes:
         kv_memory_bytes=_round_up(kv_tokens * token_bytes, _GIB),
         engine_tokens_per_s=questions_per_s * PROMPT_TOKENS / _BUSY_SHARE,
     )
+
+
+def _gpu_fit(model: str, token_bytes: int, gpu: GpuOptions) -> GpuFit:
+    engine_bytes = int(_option_bytes("--gpu-memory", str(gpu.gpu_memory)) * gpu.memory_share)
+    if gpu.weights is not None:
+        weights_bytes = _option_bytes("--weights", gpu.weights)
+    else:
+        weights_bytes = _weights_bytes(model)
+    request_bytes = (PROMPT_TOKENS + _ANSWER_TOKENS) * token_bytes
+    return gpu_fit(engine_bytes, weights_bytes, request_bytes, _REQUESTS_AT_ONCE)
+
+
+def _option_bytes(option: str, given: str) -> int:
+    try:
+        return parse_quantity(given)
+    except ValueError as error:
+        problem = f"{given!r} is no size"
+        raise InvalidInput(option, problem, "write it like 80Gi or 24Gi") from error
+
+
+def _weights_bytes(model: str) -> int:
+    name = model.removeprefix("bundled:")
+    if name in FETCHED_MODELS:
+        return FETCHED_MODELS[name].num_bytes
+    folder = checkout_model(name) if name in BUNDLED_MODELS else Path(model)
+    found = None if folder is None else read_weights_bytes(str(folder), "auto")
+    if found is None:
+        raise InvalidInput("--model", f"{model} has no weights of a known size", "give --weights")
+    return found
 
 
 def _table(found: Sizes) -> Table:
@@ -193,6 +260,8 @@ def _rows(found: Sizes) -> Iterator[tuple[str, str, str]]:
         _amount(found.kv_memory_bytes),
         f"{_REQUESTS_AT_ONCE} prompts of {PROMPT_TOKENS:,} tokens, with answers, at once",
     )
+    if found.gpu is not None:
+        yield from _gpu_rows(found.gpu)
     yield (
         "speed of all engines",
         f"{math.ceil(found.engine_tokens_per_s):,} tokens/s",
@@ -202,6 +271,17 @@ def _rows(found: Sizes) -> Iterator[tuple[str, str, str]]:
         "engines[].replicas",
         "",
         "that speed / computed_tokens x pass_s of 'prefill profile' in an engine's log",
+    )
+
+
+def _gpu_rows(gpu: GpuFit) -> Iterator[tuple[str, str, str]]:
+    yield "an engine's share of the GPU", _amount(gpu.engine_bytes), "memory x gpu.memoryShare"
+    yield "weights", _amount(gpu.weights_bytes), "files of the model, or --weights"
+    verdict = "fits" if gpu.fits else f"TOO SMALL for {_REQUESTS_AT_ONCE} requests at once"
+    yield (
+        "left for KV and activations",
+        _amount(gpu.kv_bytes),
+        f"{verdict}: KV of {gpu.requests_at_once} requests; vLLM measures its activations itself",
     )
 
 

@@ -19,13 +19,13 @@ from ragcache_cli.commands.options import (
     FAILED,
     ClusterOptions,
     DataOption,
-    GatewayOptions,
     NameArgument,
     OutputOption,
+    call_gateway,
     grouped,
+    local_target,
 )
 from ragcache_cli.kubernetes.cluster_choice import is_meant_here
-from ragcache_cli.local.key_files import read_api_key
 from ragcache_cli.local.log_files import choose, find_logs, show_files
 from ragcache_cli.local.process import is_alive
 from ragcache_cli.local.signals import run_until_stopped
@@ -96,10 +96,9 @@ def logs_command(
 def _show_local(data: Path | None, *, as_json: bool) -> bool:
     """Show the local components and the cache; return whether questions can be answered."""
     folder, record = find_data(data)
-    gateway = GatewayOptions(record.gateway_url, read_api_key(folder))
     state: PlatformState | None = None
     try:
-        state = gateway.call(lambda client: client.read_state())
+        state = call_gateway(local_target(folder, record), lambda client: client.read_state())
         problem = state.problem
     except RagCacheError as error:
         problem = str(error)

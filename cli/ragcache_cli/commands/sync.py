@@ -184,10 +184,16 @@ class SyncGateway:
     patience: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long to wait for a gateway that is away.")
     ] = 300.0
+    certificate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Certificate that an https gateway shows, in PEM."),
+    ] = None
 
     def client(self) -> GatewayApiClient:
         """Return a patient client."""
-        target = GatewayTarget(self.gateway, os.environ.get(API_KEY_VARIABLE))
+        target = GatewayTarget(
+            self.gateway, os.environ.get(API_KEY_VARIABLE), certificate=self.certificate
+        )
         return GatewayApiClient(target, SYNC_REPLY_S, self.patience)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import httpx
 
+from ragcache_cli.local.gpus import DEVICES_VARIABLE
 from ragcache_cli.local.ports import LOOPBACK
 from ragcache_operator.builders.metadata import WORKLOADS, Object
 from ragcache_operator.builders.placement import Address
@@ -56,15 +57,22 @@ class LocalComponent:
         return len(_STOP_ORDER)
 
 
-def components_from(children: Iterable[Object], cache_name: str) -> list[LocalComponent]:
+def components_from(
+    children: Iterable[Object], cache_name: str, devices: Sequence[str] = ()
+) -> list[LocalComponent]:
     """Return one process for each workload among the children.
 
     Replica counts are ignored: they are for several machines.
+
+    Args:
+        devices: GPUs as CUDA_VISIBLE_DEVICES names them. Each container that asks for an extended
+            resource gets one.
     """
-    return [_component(child, cache_name) for child in children if child["kind"] in WORKLOADS]
+    free = iter(devices)
+    return [_component(child, cache_name, free) for child in children if child["kind"] in WORKLOADS]
 
 
-def _component(workload: Object, cache_name: str) -> LocalComponent:
+def _component(workload: Object, cache_name: str, devices: Iterator[str]) -> LocalComponent:
     meta = workload["metadata"]
     pod = workload["spec"]["template"]["spec"]
     [container] = pod["containers"]
@@ -74,7 +82,8 @@ def _component(workload: Object, cache_name: str) -> LocalComponent:
         kind=kind,
         command=_command(container),
         # A value that a pod reads from a Secret comes from the user's environment here.
-        env={v["name"]: v["value"] for v in container["env"] if "value" in v},
+        env={v["name"]: v["value"] for v in container["env"] if "value" in v}
+        | _device(container, devices),
         ports={p["name"]: Address(LOOPBACK, p["containerPort"]) for p in container["ports"]},
         startup=_check(container["startupProbe"]),
         readiness=_check(container["readinessProbe"]),
@@ -82,6 +91,14 @@ def _component(workload: Object, cache_name: str) -> LocalComponent:
         grace_s=pod["terminationGracePeriodSeconds"],
         after=frozenset(_AFTER.get(kind, ())),
     )
+
+
+def _device(container: Object, devices: Iterator[str]) -> dict[str, str]:
+    """Return the variable that gives a container the next GPU, if it asks for one."""
+    if not any("/" in name for name in container["resources"].get("limits", {})):
+        return {}
+    device = next(devices, None)
+    return {} if device is None else {DEVICES_VARIABLE: device}
 
 
 def _command(container: Object) -> tuple[str, ...]:

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from ragcache_cli.local.placement import API_KEYS_FILE, RUN_FOLDER
+from ragcache_cli.local.placement import API_KEYS_FILE, GATEWAY_TLS_FOLDER, RUN_FOLDER
 from ragcache_core.access.key_file import KEY_BYTES, hash_text, key_of
+from ragcache_core.errors import InvalidInput
 from ragcache_operator.builders.certificates import DAY_S, CertificateAuthority
 from ragcache_wire.peers.certificates import AUTHORITIES_FILE, CERTIFICATE_FILE, KEY_FILE
 
@@ -47,6 +48,29 @@ def certificate_files(folder: Path, name: str) -> Iterator[None]:
         yield
 
 
+def gateway_certificate(data: Path) -> Path:
+    """Return the path of the certificate that the gateway of a data folder shows to clients."""
+    return data / GATEWAY_TLS_FOLDER / CERTIFICATE_FILE
+
+
+def demand_gateway_certificate(data: Path) -> None:
+    """Check that the user has put the gateway's certificate into a data folder.
+
+    Raises:
+        InvalidInput: A file is missing.
+    """
+    certificate = gateway_certificate(data)
+    key = certificate.with_name(KEY_FILE)
+    for path in (certificate, key):
+        if not path.is_file():
+            raise InvalidInput(
+                "spec.gateway.tls",
+                f"needs {path} on this machine",
+                f"put a certificate there, like that of `mkcert -cert-file {certificate} "
+                f"-key-file {key} localhost 127.0.0.1`",
+            )
+
+
 @contextmanager
 def private_file(path: Path, content: str) -> Iterator[None]:
     """Write a file that this user alone can read, and delete it at the end."""
@@ -58,7 +82,7 @@ def private_file(path: Path, content: str) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def ensure_store_key(path: Path) -> None:
+def ensure_key(path: Path) -> None:
     """Make a file with a new random key, readable by this user alone, unless it exists."""
     if not path.exists():
         _create(path, f"{secrets.token_hex(KEY_BYTES)}\n")

@@ -23,8 +23,12 @@ AUDIT_FILE: Final = "audit/gateway.jsonl"
 """Audit log of the gateway in the data folder."""
 STORE_KEY_FILE: Final = "store.key"
 """Key that names stored values, in the data folder."""
+DISK_KEY_FILE: Final = "disk.key"
+"""Keys of the values on disk, in the data folder."""
 ENGINE_KEYS_FOLDER: Final = "engine-keys"
 """Subfolder for the user's files with API keys of servers, by the name of the group."""
+GATEWAY_TLS_FOLDER: Final = "gateway-tls"
+"""Subfolder for the user's certificate of the gateway."""
 RUN_FOLDER: Final = "run"
 """Subfolder for files that exist only while the platform runs."""
 _SOCKET_PATH_BYTES: Final = 108
@@ -122,9 +126,17 @@ class LocalPlacement:
         """Return a folder in the private run folder."""
         return str(self._data / RUN_FOLDER / "tls")
 
+    def gateway_tls_dir(self) -> str:
+        """Return the user's folder in the data folder."""
+        return str(self._data / GATEWAY_TLS_FOLDER)
+
     def store_key_file(self) -> str:
         """Return a file beside the values, which outlive a run of the platform."""
         return str(self._data / STORE_KEY_FILE)
+
+    def disk_key_file(self) -> str:
+        """Return a file in the data folder, which outlives a run of the platform."""
+        return str(self._data / DISK_KEY_FILE)
 
     def api_keys_file(self) -> str:
         """Return the user's file in the data folder."""

@@ -17,10 +17,12 @@ from typing import Self
 import psutil
 
 from ragcache_cli.local.component import LocalComponent, Prober, components_from
+from ragcache_cli.local.gpus import gpus_for
 from ragcache_cli.local.key_files import (
     certificate_files,
+    demand_gateway_certificate,
+    ensure_key,
     ensure_key_file,
-    ensure_store_key,
     plan_key_file,
     platform_key,
     read_api_key,
@@ -88,7 +90,8 @@ class LocalPlatform:
         progress: Called in the event loop with each change of a component's phase.
 
     Raises:
-        InvalidInput: A port or the data folder is in use, or the model does not exist.
+        InvalidInput: A port or the data folder is in use, the model does not exist, or this machine
+            lacks a GPU that the object asks for.
         ComponentFailed: A component does not start.
         Unavailable: The components were not ready after ``start_timeout_s``, or the gateway could
             not answer questions.
@@ -122,7 +125,8 @@ class LocalPlatform:
     @property
     def gateway_url(self) -> str:
         """Return the base URL of the REST API."""
-        return f"http://{LOOPBACK}:{self._gateway_port}"
+        scheme = "http" if self._cache.spec.gateway.tls is None else "https"
+        return f"{scheme}://{LOOPBACK}:{self._gateway_port}"
 
     @property
     def data(self) -> Path:
@@ -198,7 +202,8 @@ class LocalPlatform:
         await self._finish()
 
     async def _prepare(self) -> None:
-        """Lock the folder, choose the ports, build the components and start them."""
+        """Lock the folder, choose GPUs and ports, build the components and start them."""
+        gpus = await asyncio.to_thread(gpus_for, self._cache.spec)
         (self._data / "logs").mkdir(parents=True, exist_ok=True)
         # The folder is private: its socket gives access to the store's memory, and its key signs
         # plans that engines accept.
@@ -213,6 +218,8 @@ class LocalPlatform:
             self._gateway_port = next(ports)
         else:
             demand_free(self._gateway_port, "spec.gateway.port")
+        if self._cache.spec.gateway.tls is not None:
+            demand_gateway_certificate(self._data)
         key_hash = None
         if asks_for_keys(self._cache):
             ensure_key_file(self._data)
@@ -222,9 +229,12 @@ class LocalPlatform:
         if self._cache.spec.tls.enabled:
             folder, name = Path(placement.tls_dir()), platform_name(self._cache)
             self._held.enter_context(certificate_files(folder, name))
-        ensure_store_key(Path(placement.store_key_file()))
+        ensure_key(Path(placement.store_key_file()))
+        if self._cache.spec.cache_store.encryption is not None:
+            ensure_key(Path(placement.disk_key_file()))
         children = build_children(self._cache, placement)
-        for component in components_from(children, self._cache.metadata.name):
+        devices = [gpu.device for gpu in gpus]
+        for component in components_from(children, self._cache.metadata.name, devices):
             self._supervisors.append(self._make_supervisor(component))
         for supervisor in self._supervisors:
             self._tasks[supervisor] = asyncio.create_task(

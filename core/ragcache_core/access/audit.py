@@ -236,6 +236,10 @@ class AuditEvent:
         return {name: value for name, value in found.items() if value is not None}
 
 
+LINE_START: Final = json.dumps({"stream": STREAM_NAME}).encode()[:-1]
+"""First bytes of each line."""
+
+
 def encode_line(fields: Mapping[str, Any], **more: int | str) -> bytes:
     """Return one line of the log. JSON in ASCII escapes line breaks and control characters."""
     return json.dumps({"stream": STREAM_NAME, **more, **fields}).encode() + b"\n"

@@ -97,7 +97,7 @@ _HASH: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY: Final = re.compile(r"rck-[A-Za-z0-9_-]{43}")
 _COLLECTION_KEY: Final = re.compile(
-    r"rck-sync\.([a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?)\.([A-Za-z0-9_-]{86})"
+    r"rck-sync\.([a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?)\.([0-9]{1,12})\.([A-Za-z0-9_-]{86})"
 )
 _LIMITS: Final = frozenset({"quota", "max_concurrent"})
 _FIELDS: Final = _LIMITS | {
@@ -183,6 +183,8 @@ def parse_key_file(content: bytes, read_filter: ReadFilter) -> KeyTable:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         # The message has a position and no content.
         raise InvalidInput("keys", f"is not TOML: {error}", "see docs/security.md") from None
+    except RecursionError:
+        raise InvalidInput("keys", "is nested too deep", "see docs/security.md") from None
     if unknown := sorted(document.keys() - _SECTIONS):
         raise InvalidInput(unknown[0], "is no part of a key file", f"use {', '.join(_SECTIONS)}")
     entries = _entries(document, "keys")
@@ -252,39 +254,46 @@ BUILTIN_SCOPES: Final[Mapping[str, frozenset[Scope]]] = {"operator": frozenset({
 """Scopes of the components that call the gateway with one key: the self-test."""
 
 
-def collection_key(collection: str, sign: Callable[[bytes], bytes]) -> str:
-    """Return the key of the syncs of one collection: its name and a signature.
+def collection_key(collection: str, until_s: int, sign: Callable[[bytes], bytes]) -> str:
+    """Return the key of the syncs of one collection: its name, an expiry and a signature.
 
     A gateway verifies it without a list of collections, and with nothing that is secret.
 
     Args:
         collection: A DNS label.
+        until_s: Unix time at which the key expires.
         sign: Returns the 64 bytes of an Ed25519 signature.
     """
-    signature = base64.urlsafe_b64encode(sign(_signed(collection))).rstrip(b"=").decode()
-    return f"{KEY_PREFIX}sync.{collection}.{signature}"
+    signature = sign(_signed(collection, str(until_s)))
+    encoded = base64.urlsafe_b64encode(signature).rstrip(b"=").decode()
+    return f"{KEY_PREFIX}sync.{collection}.{until_s}.{encoded}"
 
 
-def collection_caller(key: str, is_signed: Callable[[bytes, bytes], bool]) -> Caller | None:
+def collection_caller(
+    key: str, is_signed: Callable[[bytes, bytes], bool], now_s: float
+) -> Caller | None:
     """Return the caller of a collection's key, which may write this collection and no other.
 
     Args:
         is_signed: Whether a signature, the second argument, is that of the first one.
+        now_s: Unix time.
 
     Returns:
-        None if it is no such key, or its signature is wrong.
+        None if it is no such key, its signature is wrong, or it has expired.
     """
     match = _COLLECTION_KEY.fullmatch(key)
     if match is None:
         return None
-    collection, text = match.groups()
-    if not is_signed(_signed(collection), base64.urlsafe_b64decode(f"{text}==")):
+    collection, until, text = match.groups()
+    if int(until) <= now_s:
+        return None
+    if not is_signed(_signed(collection, until), base64.urlsafe_b64decode(f"{text}==")):
         return None
     return Caller("sync", scopes=frozenset({Scope.WRITE}), collections=(collection,))
 
 
-def _signed(collection: str) -> bytes:
-    return f"ragcache-collection-key-1\0{collection}".encode()
+def _signed(collection: str, until: str) -> bytes:
+    return f"ragcache-collection-key-2\0{collection}\0{until}".encode()
 
 
 def _entries(document: Mapping[str, Any], section: str) -> list[Any]:

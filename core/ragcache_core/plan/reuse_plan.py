@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Any, Final
 from urllib.parse import quote
 
-from ragcache_core.access.reader import EVERYONE, Reader
+from ragcache_core.access.reader import NOBODY, Reader
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey
 from ragcache_core.store_api import MAX_NAME_CHARS
@@ -114,7 +114,7 @@ class ReusePlan:
         trial: The engine stores nothing that it computes, excludes the timings from its cost
             estimates, and blends even where computing is faster. Used to measure the quality of a
             blend.
-        reader: Who asks. It decides which variants a blend may use.
+        reader: Who asks. It decides which variants a blend may use. The default has no rights.
         num_head: How many of the first segments are no documents.
         own_head: Whether these have text of who asks, and not of the platform alone.
     """
@@ -128,7 +128,7 @@ class ReusePlan:
     handoff_wait_s: float = 0.0
     alpha: float | None = None
     trial: bool = False
-    reader: Reader = EVERYONE
+    reader: Reader = NOBODY
     num_head: int = 0
     own_head: bool = True
 

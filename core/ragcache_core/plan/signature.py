@@ -1,9 +1,13 @@
 """The signature of a plan, which proves to an engine that a gateway made it.
 
-HMAC-SHA256 (RFC 2104) over the plan and its prompt, under a key that gateways and engines share. So
-a captured signature is valid for no other plan and no other prompt. Without a signature any client
-that reaches an engine could name another access domain. It could then learn by timing what is
-stored there, or have its own KV stored in it.
+HMAC-SHA256 (RFC 2104) over an expiry, the plan and its prompt, under a key that gateways and
+engines share. So a captured signature is valid for no other plan and no other prompt, and for as
+long as a token of a call. Without a signature any client that reaches an engine could name another
+access domain. It could then learn by timing what is stored there, or have its own KV stored in it.
+
+A gateway signs a plan each time that it sends it, so that the plan of a long answer can be sent
+again. vLLM makes several requests of one with several answers. So a plan may come more than once,
+and the engine remembers none.
 
 Several keys are valid at a time, so that keys can be rotated while the system runs. The first key
 signs, and every key verifies.
@@ -21,6 +25,7 @@ from typing import Final
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import TokenIds, token_bytes
+from ragcache_core.identity.peer_token import MAX_CLOCK_SKEW_S, TOKEN_LIFETIME_S
 
 SIGNATURE_FIELD: Final = "ragcache_signature"
 """Name of the signature in kv_transfer_params, next to the plan."""
@@ -31,9 +36,10 @@ MIN_KEY_BYTES: Final = 32
 MAX_KEYS: Final = 8
 """Most keys at a time. Each is tried on a plan with an invalid signature."""
 
-_CONTEXT: Final = b"ragcache-plan-signature-2\0"
+_CONTEXT: Final = b"ragcache-plan-signature-3\0"
 _RECEIPT_CONTEXT: Final = b"ragcache-receipt-signature-1\0"
 _HEX: Final = re.compile(r"(?:[0-9a-fA-F]{2})+")
+_FORM: Final = re.compile(r"([0-9]{1,12})\.([0-9a-f]{64})")
 
 
 def parse_keys(field: str, content: bytes) -> tuple[bytes, ...]:
@@ -55,13 +61,23 @@ def parse_keys(field: str, content: bytes) -> tuple[bytes, ...]:
     return tuple(keys)
 
 
-def sign(plan: str, token_ids: TokenIds, key: bytes) -> str:
-    """Return the signature of an encoded plan for the prompt token_ids: 64 hex digits."""
-    return hmac.new(key, _message(plan, token_ids), hashlib.sha256).hexdigest()
+def sign(plan: str, token_ids: TokenIds, key: bytes, now_s: float) -> str:
+    """Return the signature of an encoded plan, as ASCII text.
+
+    Args:
+        plan: The encoded plan.
+        token_ids: Of the prompt.
+        key: Signing key.
+        now_s: Unix time.
+    """
+    expiry = str(int(now_s) + TOKEN_LIFETIME_S)
+    return f"{expiry}.{_digest(_message(expiry, plan, token_ids), key)}"
 
 
-def is_signed(plan: object, token_ids: TokenIds, given: object, keys: Iterable[bytes]) -> bool:
-    """Whether given is the signature of plan for this prompt under one of keys.
+def signed_until_s(
+    plan: object, token_ids: TokenIds, given: object, keys: Iterable[bytes]
+) -> int | None:
+    """Return the expiry in a plan's signature, as Unix time. None: the plan is not signed.
 
     Args:
         plan: As the client sent it. Anything but an encoded plan is not signed.
@@ -70,16 +86,25 @@ def is_signed(plan: object, token_ids: TokenIds, given: object, keys: Iterable[b
         keys: Valid keys.
     """
     if not (isinstance(plan, str) and plan.isascii()):
-        return False
-    if not (isinstance(given, str) and given.isascii()):
-        return False
-    message = _message(plan, token_ids)
+        return None
+    found = _FORM.fullmatch(given) if isinstance(given, str) else None
+    if found is None:
+        return None
+    expiry, digest = found.groups()
+    message = _message(expiry, plan, token_ids)
     # Every key is tried in constant time, so that the duration reveals nothing about a key.
-    matches = [
-        hmac.compare_digest(hmac.new(key, message, hashlib.sha256).hexdigest(), given)
-        for key in keys
-    ]
-    return any(matches)
+    matches = [hmac.compare_digest(_digest(message, key), digest) for key in keys]
+    return int(expiry) if any(matches) else None
+
+
+def is_timely(until_s: int, now_s: float) -> bool:
+    """Whether a signature is in its time for a clock, which may differ from the gateway's.
+
+    Args:
+        until_s: Expiry in the signature, as Unix time.
+        now_s: Unix time.
+    """
+    return now_s - MAX_CLOCK_SKEW_S < until_s <= now_s + TOKEN_LIFETIME_S + MAX_CLOCK_SKEW_S
 
 
 def sign_receipt(content: bytes, key: bytes) -> str:
@@ -93,11 +118,16 @@ def is_signed_receipt(content: bytes, given: str, keys: Iterable[bytes]) -> bool
     return any(matches)
 
 
-def _message(plan: str, token_ids: TokenIds) -> bytes:
+def _digest(message: bytes, key: bytes) -> str:
+    return hmac.new(key, message, hashlib.sha256).hexdigest()
+
+
+def _message(expiry: str, plan: str, token_ids: TokenIds) -> bytes:
     """Return the signed bytes."""
     encoded = plan.encode("ascii")
-    # The length prefix separates the plan from the prompt unambiguously.
-    return b"".join((_CONTEXT, len(encoded).to_bytes(8, "little"), encoded, token_bytes(token_ids)))
+    # The NUL and the length separate the parts unambiguously.
+    head = _CONTEXT + expiry.encode() + b"\0" + len(encoded).to_bytes(8, "little")
+    return b"".join((head, encoded, token_bytes(token_ids)))
 
 
 def _key(field: str, number: int, text: bytes) -> bytes:

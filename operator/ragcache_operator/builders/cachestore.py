@@ -7,7 +7,7 @@ from typing import Final
 from ragcache_core.identity.variant import Codec, Precision
 from ragcache_core.sizing import disk_tier_bytes, shard_memory_bytes
 from ragcache_operator.builders.environment import EnvValue, settings_environment
-from ragcache_operator.builders.keys import signing_mount
+from ragcache_operator.builders.keys import disk_key_mounts, signing_mount
 from ragcache_operator.builders.metadata import Object, object_name
 from ragcache_operator.builders.part_tls import tls_dir, tls_mounts
 from ragcache_operator.builders.placement import PORT_NUMBERS, Endpoint, PlatformPlacement
@@ -49,6 +49,7 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
             MEMBERS.mount(cache),
             signing_mount(cache, placement),
             *tls_mounts(cache, placement),
+            *disk_key_mounts(cache, placement),
         ),
         storage=store.disk,
         service=shards_service,
@@ -84,6 +85,7 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
             own_address=placement.shard_address(SHARDS),
             signing_key_file=placement.signing_key_file(),
             tls_dir=tls_dir(cache, placement),
+            disk_key_file=None if store.encryption is None else placement.disk_key_file(),
             data_dir=placement.data_dir(COMPONENT),
             disk_bytes=str(disk_tier_bytes(store.disk.size_bytes)),
             # Without it, the store takes the default for its policy and reuse mode.

@@ -13,7 +13,13 @@ from ragcache_operator.builders.autoscaling import ReplicaRange
 from ragcache_operator.builders.environment import EnvValue, FromResource, settings_environment
 from ragcache_operator.builders.keys import signing_mount, store_key_mount
 from ragcache_operator.builders.metadata import ENGINE_LABEL, Object
-from ragcache_operator.builders.model import model_environment, model_mounts, weights_bytes
+from ragcache_operator.builders.model import (
+    model_cache_environment,
+    model_cache_mounts,
+    model_environment,
+    model_mounts,
+    weights_bytes,
+)
 from ragcache_operator.builders.part_tls import tls_dir, tls_mounts
 from ragcache_operator.builders.placement import PORT_NUMBERS, Endpoint, PlatformPlacement
 from ragcache_operator.builders.pod import DerivedResources, Mount, Probes, resources
@@ -96,6 +102,7 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
             *tls_mounts(cache, placement),
             store_key_mount(cache, placement),
             *model_mounts(cache.spec.model_of(engine)),
+            *model_cache_mounts(cache.spec.model_of(engine)),
         ),
         drain=("python", "-m", "ragcache_engine.drain", "--deadline-s", str(_DRAIN_S)),
         grace_s=_DRAIN_S + _END_S,
@@ -195,8 +202,10 @@ def _json(config: Mapping[str, object]) -> str:
 def _environment(
     cache: RagCache, engine: EngineSpec, placement: PlatformPlacement
 ) -> dict[str, EnvValue]:
+    model = cache.spec.model_of(engine)
     return {
-        **model_environment(cache.spec.model_of(engine)),
+        **model_environment(model),
+        **(model_cache_environment(model) if placement.is_cluster else {}),
         **settings_environment(
             EngineSettings,
             cache,

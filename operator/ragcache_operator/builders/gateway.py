@@ -10,6 +10,7 @@ from ragcache_operator.builders import autoscaling, engine, retriever
 from ragcache_operator.builders.autoscaling import ReplicaRange
 from ragcache_operator.builders.environment import EnvValue, settings_environment
 from ragcache_operator.builders.keys import (
+    READABLE_BY_GROUP,
     api_key_mounts,
     engine_key_mounts,
     signing_mount,
@@ -21,6 +22,7 @@ from ragcache_operator.builders.model import model_environment, model_mounts
 from ragcache_operator.builders.part_tls import tls_dir, tls_mounts
 from ragcache_operator.builders.placement import (
     AUDIT_FOLDER,
+    GATEWAY_TLS_FOLDER,
     LIMITS_FILE,
     LIMITS_FOLDER,
     Endpoint,
@@ -38,6 +40,7 @@ from ragcache_wire.settings.gateway import (
     issuers_text,
     models_text,
 )
+from ragcache_wire.watched.server_certificate import CERTIFICATE_FILE, KEY_FILE
 
 COMPONENT: Final = "gateway"
 HTTP: Final = Endpoint(COMPONENT, "http")
@@ -87,7 +90,11 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
         ports=(*(endpoint.port for endpoint in endpoints), METRICS.port),
         # Clients that fill the first port must not end the pod.
         probes=Probes(
-            placement.bind_address(endpoints[-1]).port, "/healthz", "/readyz", start_s=_START_S
+            placement.bind_address(endpoints[-1]).port,
+            "/healthz",
+            "/readyz",
+            start_s=_START_S,
+            is_tls=gateway.tls is not None,
         ),
         resources=resources(
             DerivedResources("100m", _memory_bytes(len(models))), gateway.resources
@@ -98,6 +105,7 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
             LIMITS.mount(cache),
             signing_mount(cache, placement),
             *tls_mounts(cache, placement),
+            *_certificate_mounts(cache),
             store_key_mount(cache, placement),
             *api_key_mounts(cache, placement),
             *engine_key_mounts(cache),
@@ -114,6 +122,7 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
             meta,
             selector(cache, workload),
             [(endpoint.port, placement.address_of(endpoint).port) for endpoint in endpoints],
+            is_tls=gateway.tls is not None,
         ),
         limits_config_map(cache, COMPONENT),
         *build_workload(cache, workload, placement),
@@ -123,12 +132,26 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
         children.append(autoscaling.cpu_autoscaler(meta, replica_range, percent))
     if gateway.service is not None:
         pods = selector(cache, workload)
-        children.append(external_service(meta, pods, gateway.service, gateway.port))
+        is_tls = gateway.tls is not None
+        children.append(external_service(meta, pods, gateway.service, gateway.port, is_tls=is_tls))
     if gateway.ingress is not None:
         children.append(ingress(meta, gateway.ingress, HTTP.port))
     if gateway.http_route is not None and placement.capabilities.http_route:
         children.append(http_route(meta, gateway.http_route, gateway.port))
     return children
+
+
+def _certificate_mounts(cache: RagCache) -> list[Mount]:
+    """Return the mount of the certificate for clients, without other entries of its Secret."""
+    tls = cache.spec.gateway.tls
+    if tls is None:
+        return []
+    volume = {
+        "secretName": tls.secret_name,
+        "defaultMode": READABLE_BY_GROUP,
+        "items": [{"key": name, "path": name} for name in (CERTIFICATE_FILE, KEY_FILE)],
+    }
+    return [Mount("gateway-tls", GATEWAY_TLS_FOLDER, {"secret": volume}, read_only=True)]
 
 
 def _audit_mounts(cache: RagCache) -> list[Mount]:
@@ -172,6 +195,7 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
             cachestore=placement.cache_store_members(),
             signing_key_file=placement.signing_key_file(),
             tls_dir=tls_dir(cache, placement),
+            server_tls_dir=placement.gateway_tls_dir() if cache.spec.gateway.tls else None,
             store_key_file=placement.store_key_file(),
             model=placement.model(model.parsed_source),
             model_name=model.served_name,

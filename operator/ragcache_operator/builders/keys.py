@@ -27,6 +27,8 @@ from ragcache_operator.builders.metadata import Object, labels, object_name, wit
 from ragcache_operator.builders.placement import (
     API_KEYS_FILE,
     API_KEYS_FOLDER,
+    DISK_KEY_FILE,
+    DISK_KEY_FOLDER,
     ENGINE_KEYS_FOLDER,
     SIGNING_KEY_FILE,
     SIGNING_KEY_FOLDER,
@@ -38,6 +40,10 @@ from ragcache_operator.builders.pod import Mount
 from ragcache_operator.spec.ragcache import RagCache
 
 OPERATOR: Final = "operator"
+SYNC_KEY_PERIOD_S: Final = 30 * 86_400
+"""Time after which the syncs of a collection get another key. The operator may not delete Secrets,
+so that of each period stays as long as the collection."""
+
 ADMIN_KEY: Final = "admin-key"
 """Entry of the generated Secret with the key itself, for the person who installs a RagCache."""
 
@@ -45,6 +51,7 @@ _API_KEYS: Final = "api-keys"
 _ENGINE_KEYS: Final = "engine-keys"
 _SIGNING_KEY: Final = "signing-key"
 _STORE_KEY: Final = "store-key"
+_DISK_KEY: Final = "disk-key"
 _UID_CHARS: Final = 8
 READABLE_BY_GROUP: Final = 0o440
 """The kubelet gives the file to the pod's group."""
@@ -75,9 +82,16 @@ class ComponentKeys:
         text = f"ragcache-component-key-1\0{client}\0{uid}"
         return key_of(hmac.new(self.root, text.encode(), hashlib.sha256).digest())
 
-    def collection_key(self, collection: str, uid: str) -> str:
-        """Return the key of the syncs of one collection of the RagCache of this uid."""
-        return collection_key(collection, self._signing_key(uid).sign)
+    def collection_key(self, collection: str, uid: str, now_s: float) -> str:
+        """Return the key of the syncs of one collection of the RagCache of this uid.
+
+        It is the same for SYNC_KEY_PERIOD_S, and valid for one to two of these periods.
+
+        Args:
+            now_s: Unix time.
+        """
+        until_s = (int(now_s // SYNC_KEY_PERIOD_S) + 2) * SYNC_KEY_PERIOD_S
+        return collection_key(collection, until_s, self._signing_key(uid).sign)
 
     def certificate_secret(self, uid: str) -> bytes:
         """Return what the certificates of the RagCache of this uid are made of."""
@@ -198,6 +212,38 @@ def store_key_secret(cache: RagCache, placement: PlatformPlacement, key: bytes) 
 def store_key_mount(cache: RagCache, placement: PlatformPlacement) -> Mount:
     """Return the mount of the store key, for gateways and engines. Shards do not get it."""
     return _mount(_STORE_KEY, STORE_KEY_FOLDER, store_key_secret_name(cache, placement))
+
+
+def disk_key_secret_name(cache: RagCache, placement: PlatformPlacement) -> str | None:
+    """Return the name of the Secret that the operator creates; None if it creates none."""
+    encryption = cache.spec.cache_store.encryption
+    if encryption is None or encryption.secret_ref is not None:
+        return None
+    return unique_name(cache, placement, _DISK_KEY)
+
+
+def disk_key_secret(cache: RagCache, placement: PlatformPlacement, name: str, key: bytes) -> Object:
+    """Return the Secret with a key of the values on disk. Kubernetes deletes it with the RagCache.
+
+    The volumes of a deleted RagCache may stay. Without the key, no value on them can be read.
+    """
+    return secret(cache, placement, name, {DISK_KEY_FILE: f"{key.hex()}\n"})
+
+
+def disk_key_mounts(cache: RagCache, placement: PlatformPlacement) -> tuple[Mount, ...]:
+    """Return the mount of the keys of the values on disk, for shards alone."""
+    encryption = cache.spec.cache_store.encryption
+    if encryption is None:
+        return ()
+    if encryption.secret_ref is None:
+        return (_mount(_DISK_KEY, DISK_KEY_FOLDER, unique_name(cache, placement, _DISK_KEY)),)
+    given = encryption.secret_ref
+    volume = {
+        "secretName": given.name,
+        "defaultMode": READABLE_BY_GROUP,
+        "items": [{"key": given.key, "path": DISK_KEY_FILE}],
+    }
+    return (Mount(_DISK_KEY, DISK_KEY_FOLDER, {"secret": volume}, read_only=True),)
 
 
 def _mount(name: str, folder: str, secret_name: str) -> Mount:

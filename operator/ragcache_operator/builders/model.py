@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ragcache_operator.builders.environment import EnvValue, FromSecret
-from ragcache_operator.builders.placement import model_folder
+from ragcache_operator.builders.placement import MODEL_CACHE_FOLDER, model_folder
 from ragcache_operator.builders.pod import Mount
 from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.spec.ragcache import ModelSpec
@@ -41,6 +41,28 @@ def model_mounts(model: ModelSpec, number: int = 0) -> list[Mount]:
             return []
     name = f"model-{number}" if number else "model"
     return [Mount(name, model_folder(number), volume, read_only=True)]
+
+
+def model_cache_mounts(model: ModelSpec) -> list[Mount]:
+    """Return the writable mount of the claim for downloads and compiled code, if there is one."""
+    if model.cache is None:
+        return []
+    volume = {"persistentVolumeClaim": {"claimName": model.cache.claim}}
+    return [Mount("model-cache", MODEL_CACHE_FOLDER, volume)]
+
+
+def model_cache_environment(model: ModelSpec) -> Mapping[str, EnvValue]:
+    """Return variables that put the caches of vLLM and its libraries on the claim.
+
+    vLLM keeps what torch.compile made below its own root, by a hash of model and configuration.
+    """
+    if model.cache is None:
+        return {}
+    return {
+        "HF_HOME": f"{MODEL_CACHE_FOLDER}/huggingface",
+        "VLLM_CACHE_ROOT": f"{MODEL_CACHE_FOLDER}/vllm",
+        "TRITON_CACHE_DIR": f"{MODEL_CACHE_FOLDER}/triton",
+    }
 
 
 _BUNDLED_BYTES: Final = {"smollm2": 269_060_552, "tinyrag": 5_369_152}

@@ -31,8 +31,11 @@ MEMBERS_FILE: Final = "cachestore.json"
 SIGNING_KEY_FOLDER: Final = "/etc/ragcache/signing-key"
 SIGNING_KEY_FILE: Final = "keys"
 TLS_FOLDER: Final = "/etc/ragcache/tls"
+GATEWAY_TLS_FOLDER: Final = "/etc/ragcache/gateway-tls"
 STORE_KEY_FOLDER: Final = "/etc/ragcache/store-key"
 STORE_KEY_FILE: Final = "store.key"
+DISK_KEY_FOLDER: Final = "/etc/ragcache/disk-key"
+DISK_KEY_FILE: Final = "keys"
 API_KEYS_FOLDER: Final = "/etc/ragcache/api-keys"
 API_KEYS_FILE: Final = "keys.toml"
 AUDIT_FOLDER: Final = "/var/log/ragcache"
@@ -44,6 +47,7 @@ MODEL_FOLDER: Final = "/model"
 EMBEDDER_FOLDER: Final = "/embedder"
 CROSS_ENCODER_FOLDER: Final = "/cross-encoder"
 """Mount paths of the volumes with models."""
+MODEL_CACHE_FOLDER: Final = "/model-cache"
 
 
 def model_folder(number: int) -> str:
@@ -152,6 +156,10 @@ class PlatformPlacement(Protocol):
         """Return the path of the folder with the certificate of the parts."""
         ...
 
+    def gateway_tls_dir(self) -> str:
+        """Return the path of the folder with the certificate that clients of the gateway see."""
+        ...
+
     @property
     def certificate(self) -> IssuedCertificate | None:
         """The certificate of the parts. None without an operator, and outside a cluster."""
@@ -159,6 +167,10 @@ class PlatformPlacement(Protocol):
 
     def store_key_file(self) -> str:
         """Return the path of the file with the key that names stored values."""
+        ...
+
+    def disk_key_file(self) -> str:
+        """Return the path of the file with the keys of the values on disk."""
         ...
 
     def api_keys_file(self) -> str:
@@ -248,12 +260,16 @@ class ClusterPlacement:
     @property
     def gateway_url(self) -> str:
         """Base URL of the gateway inside the cluster, for questions."""
-        return f"http://{self.address_of(Endpoint('gateway', 'http'))}"
+        return f"{self._gateway_scheme}://{self.address_of(Endpoint('gateway', 'http'))}"
 
     @property
     def admin_url(self) -> str:
         """Base URL of the gateway inside the cluster, for every path."""
-        return f"http://{self.address_of(Endpoint('gateway', 'admin'))}"
+        return f"{self._gateway_scheme}://{self.address_of(Endpoint('gateway', 'admin'))}"
+
+    @property
+    def _gateway_scheme(self) -> str:
+        return "http" if self.cache.spec.gateway.tls is None else "https"
 
     @property
     def is_cluster(self) -> bool:
@@ -303,9 +319,17 @@ class ClusterPlacement:
         """Return a mounted folder, so that pods follow a new certificate without a restart."""
         return TLS_FOLDER
 
+    def gateway_tls_dir(self) -> str:
+        """Return a mounted folder, so that pods follow a new certificate without a restart."""
+        return GATEWAY_TLS_FOLDER
+
     def store_key_file(self) -> str:
         """Return a mounted file, which pods read at their start."""
         return f"{STORE_KEY_FOLDER}/{STORE_KEY_FILE}"
+
+    def disk_key_file(self) -> str:
+        """Return a mounted file, so that pods follow a key rotation without a restart."""
+        return f"{DISK_KEY_FOLDER}/{DISK_KEY_FILE}"
 
     def api_keys_file(self) -> str:
         """Return a mounted file, so that pods follow changes of keys without a restart."""

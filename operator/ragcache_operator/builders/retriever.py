@@ -32,6 +32,7 @@ COMPONENT: Final = "retriever"
 GRPC: Final = Endpoint(COMPONENT, "grpc")
 HEALTH: Final = Endpoint(COMPONENT, "health")
 
+_GPU_IMAGE: Final = "retriever-cuda"
 _ENDPOINT_DIMENSION: Final = 1024
 """Numbers in a vector of an embeddings endpoint. The operator does not ask it."""
 
@@ -40,8 +41,10 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
     """Return the objects of the retriever."""
     model, retriever = cache.spec.model, cache.spec.retriever
     derived = DerivedResources("250m", _memory_bytes(retriever))
+    gpus = {} if retriever.gpu is None else {retriever.gpu.resource: "1"}
     workload = Workload(
         component=COMPONENT,
+        image=_GPU_IMAGE if gpus else COMPONENT,
         name=COMPONENT,
         command=("python", "-m", "ragcache_retriever"),
         env=_environment(cache, placement),
@@ -49,7 +52,7 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
         # The retriever is alive once its modules are loaded. Embedding documents delays readiness
         # alone, and has no time limit.
         probes=Probes(placement.bind_address(HEALTH).port, "/healthz", "/readyz", start_s=600),
-        resources=resources(derived, retriever.resources),
+        resources=resources(derived, retriever.resources, gpus),
         replicas=retriever.replicas,
         mounts=[
             signing_mount(cache, placement),
@@ -88,6 +91,7 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
             model=placement.model(model.parsed_source),
             embedder=placement.embedder(retriever.embedder),
             reranker_model=placement.reranker_model(retriever.reranker),
+            device="cpu" if retriever.gpu is None else "cuda",
             backend=retriever.backend.kind,
             backend_url=None if url is None else FromSecret.of(url),
         ),

@@ -10,6 +10,9 @@ from ragcache_operator.spec.ragcache import GatewayServiceSpec, HTTPRouteSpec, I
 
 Addressing = Mapping[str, str | bool]
 
+_HTTPS: Final = {"appProtocol": "https"}
+"""How meshes and controllers learn what a port serves."""
+
 HEADLESS: Final[Addressing] = {"clusterIP": "None"}
 """The name resolves to every ready pod, and the client balances between them."""
 HEADLESS_ALL_PODS: Final[Addressing] = {**HEADLESS, "publishNotReadyAddresses": True}
@@ -21,12 +24,15 @@ def service(
     selector: Mapping[str, str],
     ports: Sequence[tuple[str, int]],
     addressing: Addressing | None = None,
+    *,
+    is_tls: bool = False,
 ) -> Object:
     """Return a Service for the selected pods.
 
     Args:
         ports: (name of the container's port, port number of the Service).
         addressing: HEADLESS or HEADLESS_ALL_PODS. By default the Service has one address.
+        is_tls: Whether the ports serve HTTPS.
     """
     return {
         "apiVersion": "v1",
@@ -37,7 +43,10 @@ def service(
             **(addressing or {}),
             "selector": dict(selector),
             "ports": [
-                {"name": name, "port": number, "targetPort": name, "protocol": "TCP"}
+                {
+                    **{"name": name, "port": number, "targetPort": name, "protocol": "TCP"},
+                    **(_HTTPS if is_tls else {}),
+                }
                 for name, number in ports
             ],
         },
@@ -45,10 +54,17 @@ def service(
 
 
 def external_service(
-    metadata: Object, selector: Mapping[str, str], given: GatewayServiceSpec, port: int
+    metadata: Object,
+    selector: Mapping[str, str],
+    given: GatewayServiceSpec,
+    port: int,
+    *,
+    is_tls: bool,
 ) -> Object:
     """Return the Service that exposes the port for questions outside the cluster, and no other."""
     exposed: Object = {"name": "http", "port": port, "targetPort": "http", "protocol": "TCP"}
+    if is_tls:
+        exposed |= _HTTPS
     if given.node_port is not None:
         exposed["nodePort"] = given.node_port
     optional = {

@@ -13,6 +13,7 @@ from typing import Final
 from ragcache_operator.builders.capabilities import Capabilities
 from ragcache_operator.builders.environment import container_environment
 from ragcache_operator.builders.metadata import SYNC_COMPONENT, labels
+from ragcache_operator.builders.placement import GATEWAY_TLS_FOLDER
 from ragcache_operator.builders.pod import (
     CONTAINER_SECURITY,
     DerivedResources,
@@ -38,8 +39,9 @@ from ragcache_operator.spec.collection import (
     token_variable,
 )
 from ragcache_operator.spec.quantity import format_bytes
-from ragcache_operator.spec.ragcache import RagCache
+from ragcache_operator.spec.ragcache import GatewayTlsSpec, RagCache
 from ragcache_operator.spec.values import GROUP, ResourcesSpec
+from ragcache_wire.watched.server_certificate import CERTIFICATE_FILE
 
 COLLECTION_LABEL: Final = f"{GROUP}/collection"
 """Label of the Jobs and pods of a RagCollection. Its value is the name of the object."""
@@ -275,7 +277,10 @@ def _job(target: SyncTarget, name: str, options: tuple[str, ...], timeout_s: int
     }
     template = component_template(cache, cache.spec.sync_jobs.pod_template, target.capabilities)
     mounts = [_SCRATCH_MOUNT, *shared_mounts(cache, is_cluster=True)]
-    arguments = ("--object", json.dumps(manifest), "--gateway", target.gateway_url)
+    arguments = ["--object", json.dumps(manifest), "--gateway", target.gateway_url]
+    if cache.spec.gateway.tls is not None:
+        mounts.append(_certificate_mount(cache.spec.gateway.tls))
+        arguments += ["--certificate", f"{GATEWAY_TLS_FOLDER}/{CERTIFICATE_FILE}"]
     container = {
         "name": CONTAINER,
         "image": target.image,
@@ -318,6 +323,16 @@ def _job(target: SyncTarget, name: str, options: tuple[str, ...], timeout_s: int
             "template": {"metadata": template_metadata(template, pod_labels), "spec": pod},
         },
     }
+
+
+def _certificate_mount(tls: GatewayTlsSpec) -> Mount:
+    """Return the mount of the gateway's certificate, without its key.
+
+    A sync compares it with what the gateway shows, which needs no names of the Service in it.
+    """
+    items = [{"key": CERTIFICATE_FILE, "path": CERTIFICATE_FILE}]
+    volume = {"secretName": tls.secret_name, "items": items, "optional": True}
+    return Mount("gateway-tls", GATEWAY_TLS_FOLDER, {"secret": volume}, read_only=True)
 
 
 def _resources(given: ResourcesSpec) -> Object:

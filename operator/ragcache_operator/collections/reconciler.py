@@ -310,7 +310,7 @@ class CollectionReconciler:
         cache, key = placement.cache, None
         if uses_keys(cache, placement):
             name = collection.collection_name
-            key = self._installation.keys.collection_key(name, placement.owner)
+            key = self._installation.keys.collection_key(name, placement.owner, self._clock())
         image, url = placement.image(_IMAGE), placement.admin_url
         uid, capabilities = body["metadata"]["uid"], self._installation.capabilities
         networks = self._installation.config.source_networks

@@ -40,6 +40,7 @@ def _core(plural: str, kind: str, *, namespaced: bool = True) -> Resource:
 
 
 NAMESPACES = _core("namespaces", "Namespace", namespaced=False)
+NODES = _core("nodes", "Node", namespaced=False)
 PODS = _core("pods", "Pod")
 SERVICES = _core("services", "Service")
 CONFIG_MAPS = _core("configmaps", "ConfigMap")
@@ -69,7 +70,7 @@ DISRUPTION_BUDGETS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisrup
 AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
 
 _ALL = (
-    *(NAMESPACES, PODS, SERVICES, CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS, CLAIMS, EVENTS),
+    *(NAMESPACES, NODES, PODS, SERVICES, CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS, CLAIMS, EVENTS),
     *(DEPLOYMENTS, STATEFUL_SETS, JOBS, LEASES, NETWORK_POLICIES, INGRESSES, HTTP_ROUTES),
     *(POD_MONITORS, CERTIFICATES, RAG_CACHES, RAG_COLLECTIONS, CRDS),
     *(DISRUPTION_BUDGETS, AUTOSCALERS),

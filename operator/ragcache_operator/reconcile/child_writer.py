@@ -14,6 +14,8 @@ from ragcache_operator.builders.autoscaling import with_replicas
 from ragcache_operator.builders.keys import (
     api_key_secret,
     api_key_secret_name,
+    disk_key_secret,
+    disk_key_secret_name,
     signing_secret,
     signing_secret_name,
     store_key_secret,
@@ -92,6 +94,8 @@ class ChildWriter:
         }
         if (name := api_key_secret_name(cache, placement)) is not None:
             new[name] = partial(api_key_secret, cache, placement, name)
+        if (name := disk_key_secret_name(cache, placement)) is not None:
+            new[name] = partial(disk_key_secret, cache, placement, name)
         if (key := key_secret(cache, placement)) is not None:
             new[key["metadata"]["name"]] = lambda _: key
         errors: list[RagCacheError] = []

@@ -44,6 +44,9 @@ class ReconcileState:
     next_retriever_s: float = 0.0
     slow_types: dict[str, str] = field(default_factory=dict)
     """The data type that each engine computes slowly, by uid of its pod. Empty if it is fast."""
+    gpu_capacity: dict[str, int] | None = None
+    """How many of each extended resource that pods wait for the nodes have, as last read."""
+    next_nodes_s: float = 0.0
     next_secret_s: dict[str, float] = field(default_factory=dict)
     reported: frozenset[str] = frozenset()
     """Messages of unsupported features that an Event has reported."""

@@ -11,8 +11,8 @@ from typing import Final
 from ragcache_operator.builders.keys import OPERATOR, ComponentKeys, uses_keys
 from ragcache_operator.builders.metadata import component_of
 from ragcache_operator.builders.placement import ClusterPlacement
-from ragcache_operator.kube.api import Api, write_status
-from ragcache_operator.kube.resources import CLAIMS, Object
+from ragcache_operator.kube.api import Api, ApiError, write_status
+from ragcache_operator.kube.resources import CLAIMS, NODES, Object
 from ragcache_operator.reconcile.actions import is_owned
 from ragcache_operator.reconcile.children import Children, Owner, owner_key
 from ragcache_operator.reconcile.state import ReconcileState, backoff_s
@@ -42,6 +42,13 @@ from ragcache_operator.status.gateway_client import (
     reset_event,
     unreported_resets,
 )
+from ragcache_operator.status.gpus import (
+    GPUS_AVAILABLE,
+    awaited_resources,
+    gpu_availability,
+    gpu_capacity,
+    gpu_waits,
+)
 from ragcache_operator.status.report import accepted_status, refused_status
 from ragcache_operator.status.retriever_state import RetrieverState
 
@@ -50,6 +57,8 @@ PROGRESS_POLL_S: Final = 3.0
 USAGE_POLL_S: Final = 60.0
 RETRIEVER_POLL_S: Final = 10.0
 """Interval of asking the retriever while it changes. Otherwise it is that of the cache usage."""
+NODES_POLL_S: Final = 10.0
+"""Interval of reading the capacity of nodes while a pod waits for a GPU. Nothing watches nodes."""
 TEST_BACKOFF_S: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
@@ -87,7 +96,8 @@ class StatusReporter:
         pods = self._children.list_for(owner_key(body), "Pod")
         progress = await self._startup_progress(owner_key(body), pods)
         slow = await self._slow_engines(pods, state)
-        components = component_states(desired, self._children.get, pods, progress)
+        waits = gpu_waits(pods, await self._gpu_capacity(pods, state))
+        components = component_states(desired, self._children.get, pods, progress, waits)
         generation = body["metadata"]["generation"]
         test = current_test(components, self_test_of(_conditions(body)), generation)
         cache = placement.cache
@@ -107,6 +117,7 @@ class StatusReporter:
                 BLEND_VERIFIED: blend,
                 VOLUMES_RESIZED: volumes,
                 DATA_TYPE_SUPPORTED: data_type_support(slow, before),
+                GPUS_AVAILABLE: gpu_availability(desired, pods, waits),
             }
             found = Observation(generation, components, test, accepted, more)
             conditions = make_conditions(found, before, _now())
@@ -117,6 +128,8 @@ class StatusReporter:
             await self._write(body, status, post_event)
 
         waits_s = [PROGRESS_POLL_S] if progress else []
+        if waits:
+            waits_s.append(max(0.0, state.next_nodes_s - time.monotonic()))
         if ask_again_s is not None:
             waits_s.append(ask_again_s)
         if is_test_due(components, test, generation):
@@ -162,6 +175,18 @@ class StatusReporter:
                 state.reported_resets |= frozenset(usage.resets)
             verdict = await self._gateway_client.blend_verdict(gateway, models)
             state.blend_verdict = verdict or state.blend_verdict
+
+    async def _gpu_capacity(
+        self, pods: Sequence[Object], state: ReconcileState
+    ) -> dict[str, int] | None:
+        """Return how many of the extended resources that pods wait for the nodes have, or None."""
+        resources = awaited_resources(pods)
+        if not resources:
+            state.gpu_capacity, state.next_nodes_s = None, 0.0
+        elif time.monotonic() >= state.next_nodes_s:
+            state.next_nodes_s = time.monotonic() + NODES_POLL_S
+            state.gpu_capacity = await read_gpu_capacity(self._api, resources)
+        return state.gpu_capacity
 
     async def _startup_progress(self, owner: Owner, pods: Sequence[Object]) -> dict[str, str]:
         """Return the startup progress of pods that run but are not ready, by pod name.
@@ -232,6 +257,17 @@ class StatusReporter:
         if await write_status(self._api, body, status):
             for event in events_for(before, status["conditions"]):
                 post_event(event)
+
+
+async def read_gpu_capacity(api: Api, resources: frozenset[str]) -> dict[str, int] | None:
+    """Return how many of each extended resource the nodes have together.
+
+    None if the operator may not list nodes, which the chart's values decide.
+    """
+    try:
+        return gpu_capacity((await api.list(NODES)).items, resources)
+    except ApiError:
+        return None
 
 
 def port_address(pod: Object, name: str) -> str | None:

@@ -1,8 +1,8 @@
 """Evaluates the part of CEL that the rules use, so that a rule is written once.
 
 The API server evaluates the same text. It is ``self`` with its fields, ``has``, ``size``,
-``duration``, ``startsWith``, ``matches``, ``exists``, ``in``, comparisons, ``*`` and the logical
-operators.
+``duration``, ``startsWith``, ``matches``, ``exists``, ``in``, comparisons, ``+``, ``*`` and the
+logical operators.
 Source: https://github.com/google/cel-spec.
 """
 
@@ -22,7 +22,7 @@ Evaluate = Callable[[Mapping[str, Any]], Value]
 
 _TOKEN: Final = re.compile(
     r"\s*(?:(?P<number>\d+)|r?'(?P<text>[^']*)'|(?P<name>[A-Za-z_]\w*)|(?P<symbol>"
-    r"&&|\|\||==|!=|<=|>=|[<>*!.,()\[\]]))"
+    r"&&|\|\||==|!=|<=|>=|[<>+*!.,()\[\]]))"
 )
 _COMPARISONS: Final[Mapping[str, Callable[[Value, Value], bool]]] = {
     "==": operator.eq,
@@ -99,12 +99,19 @@ class _Parser:
         return lambda fields: first(fields) and second(fields)
 
     def _comparison(self) -> Evaluate:
-        first = self._product()
+        first = self._sum()
         for symbol, compare in _COMPARISONS.items():
             if self._accept(symbol):
-                second = self._product()
+                second = self._sum()
                 return lambda fields: compare(first(fields), second(fields))
         return first
+
+    def _sum(self) -> Evaluate:
+        first = self._product()
+        if not self._accept("+"):
+            return first
+        second = self._sum()
+        return lambda fields: first(fields) + second(fields)
 
     def _product(self) -> Evaluate:
         first = self._unary()

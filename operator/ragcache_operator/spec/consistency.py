@@ -302,6 +302,14 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
         "leave it out, or set source to the URL of an endpoint",
     ),
     cel_rule(
+        RetrieverSpec,
+        "gpu",
+        "!has(self.gpu) || !has(self.embedder) || !self.embedder.source.startsWith('http') || "
+        f"(has(self.reranker) && self.reranker.source == '{CROSS_ENCODER}')",
+        "is set, but no model runs in the retriever",
+        "leave it out, or use an embedder or a cross-encoder in the retriever",
+    ),
+    cel_rule(
         BackendSpec,
         "milvus",
         "!has(self.postgres) || !has(self.milvus)",
@@ -327,6 +335,13 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
 
 
 CONSISTENCY: tuple[Rule, ...] = (
+    cel_rule(
+        ModelSpec,
+        "cache.claim",
+        "!has(self.cache) || !(self.source + '/').startsWith('pvc:' + self.cache.claim + '/')",
+        "is the claim of source, which pods mount read-only",
+        "use another claim, or leave out cache: such a model is not downloaded",
+    ),
     cel_rule(
         ChunkingSpec,
         "overlap",
@@ -354,6 +369,13 @@ CONSISTENCY: tuple[Rule, ...] = (
         "!has(self.ingress) || !has(self.httpRoute)",
         "is set together with ingress",
         "keep the one that your cluster supports",
+    ),
+    cel_rule(
+        GatewaySpec,
+        "tls",
+        "!has(self.tls) || !(has(self.ingress) || has(self.httpRoute))",
+        "is set together with ingress or httpRoute, whose controllers send plain HTTP",
+        "keep one of them, and expose the gateway with service or a TLSRoute of your own",
     ),
     cel_rule(
         GatewaySpec,

@@ -164,6 +164,16 @@ def _model_source(text: str) -> str:
     return text
 
 
+class ModelCacheSpec(ManifestModel):
+    """ModelCacheSpec sets where engines keep what they downloaded and compiled."""
+
+    claim: ForeignName
+    """Volume claim of this namespace, which engine pods mount writable. It holds the models of the
+    hub, and what torch.compile and Triton compiled, so that a restart repeats neither. Several
+    engines need a claim that several nodes may mount, and may share one. A workload that can write
+    to it can run code in the engines. `ragcache up` uses the caches of this machine instead."""
+
+
 class ModelSpec(ManifestModel):
     """ModelSpec sets the model that the engines serve."""
 
@@ -197,6 +207,9 @@ class ModelSpec(ManifestModel):
     name, like 8B, at two bytes each, or four with float32. Without such a number it is 0. An engine
     whose request does not hold the real weights does not start, and reports their size. Nothing
     corrects a guess that is too high."""
+    cache: ModelCacheSpec | None = None
+    """Keeps downloads and compiled code of the engines across restarts. If unset, each start of an
+    engine pod downloads an hf: model again, and compiles again on a GPU."""
 
     @property
     def parsed_source(self) -> ModelSource:
@@ -337,6 +350,15 @@ class GatewayAuthSpec(ManifestModel):
     uses the file api-keys.toml in its data folder instead."""
 
 
+class GatewayTlsSpec(ManifestModel):
+    """GatewayTlsSpec names the certificate that the gateway shows to its clients."""
+
+    secret_name: ForeignName
+    """Secret of type kubernetes.io/tls with the certificate and its key, as cert-manager keeps it.
+    A change takes effect without a restart. Pods wait until it exists. `ragcache up` reads tls.crt
+    and tls.key in the folder gateway-tls in its data folder instead."""
+
+
 class GatewayAuditSpec(ManifestModel):
     """GatewayAuditSpec sets where the gateway records who read and changed which documents."""
 
@@ -346,8 +368,9 @@ class GatewayAuditSpec(ManifestModel):
     standard output of the gateway's container, where a log collector takes them. `ragcache up`
     writes the file audit/gateway.jsonl in its data folder instead."""
     max_size: ByteQuantity = "1Gi"
-    """Maximum size of the files of one gateway. Above it, the oldest file is deleted. It has no
-    effect on standard output."""
+    """Maximum size of the files of one gateway, and also of those of all gateways together that
+    have written nothing for seven days. Above it, the oldest file is deleted. It has no effect on
+    standard output."""
 
 
 class GatewaySpec(ManifestModel):
@@ -365,6 +388,9 @@ class GatewaySpec(ManifestModel):
     oidc: Annotated[tuple[OidcIssuerSpec, ...], ServerList(8, kind="map")] = ()
     """Issuers of OpenID Connect. A caller may send a token of one of them in place of an API key.
     `ragcache up` then needs keys, too."""
+    tls: GatewayTlsSpec | None = None
+    """Serves HTTPS on port and adminPort, and no plain HTTP. If unset, both serve plain HTTP. It
+    cannot be combined with ingress or httpRoute, whose controllers send plain HTTP."""
     audit: GatewayAuditSpec | None = None
     """Records writes, deletes, reads of documents, backups and refused requests in an audit log. If
     unset, there is none. {} writes it to standard output. While it cannot be written, the gateway
@@ -550,6 +576,23 @@ class PrecisionSpec(ManifestModel):
     """Codec of attention values. The codecs are those of key."""
 
 
+class DiskKeySecret(SecretKey):
+    """DiskKeySecret selects one entry of a Secret that holds keys of the disk tier."""
+
+    key: SecretEntry = "keys"
+    """Key in the Secret's data that holds the keys."""
+
+
+class EncryptionSpec(ManifestModel):
+    """EncryptionSpec sets the encryption of the values on the volumes of the cache store."""
+
+    secret_ref: DiskKeySecret | None = None
+    """Secret with one key a line, each of 32 bytes or more in hex or base64, like those of
+    `openssl rand -hex 32`. The first one encrypts, and each one decrypts. A change takes effect
+    without a restart. If unset, the operator creates a Secret with one key. `ragcache up` keeps a
+    key in disk.key in its data folder instead."""
+
+
 class CacheStoreSpec(ManifestModel):
     """CacheStoreSpec sets the cache store, which holds variants in a memory tier and a disk
     tier."""
@@ -560,6 +603,10 @@ class CacheStoreSpec(ManifestModel):
     """Size of each shard's memory tier."""
     disk: StorageSpec = StorageSpec()
     """The volume of each shard's disk tier. Its size can grow, and its class is immutable."""
+    encryption: EncryptionSpec | None = None
+    """Encrypts the values of the disk tier (AES-256-GCM). {} does, with a key of the operator. If
+    unset, they are plain. A shard drops the values on its disk that it cannot decrypt, and plain
+    ones if it encrypts."""
     policy: PolicyName = "score"
     """Eviction policy of both tiers. score evicts the variant with the fewest decayed saved seconds
     per byte. lru evicts the least recently used variant. pgdsf and cachecraft are the policies of

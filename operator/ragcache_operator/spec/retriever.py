@@ -18,6 +18,7 @@ from ragcache_operator.spec.values import (
     ApiKeySecret,
     ByteQuantity,
     ChunkingSpec,
+    ExtendedResource,
     ManifestModel,
     ResourcesSpec,
     StorageSpec,
@@ -208,6 +209,13 @@ class BackendSpec(ManifestModel):
         return None if given is None else given.url_secret
 
 
+class RetrieverGPUSpec(ManifestModel):
+    """RetrieverGPUSpec sets the GPU of each retriever pod."""
+
+    resource: ExtendedResource = "nvidia.com/gpu"
+    """Extended resource: each pod takes one, like nvidia.com/mig-1g.10gb for a part of a GPU."""
+
+
 class RetrieverSpec(ManifestModel):
     """RetrieverSpec sets the retriever, which stores documents and searches them."""
 
@@ -218,6 +226,9 @@ class RetrieverSpec(ManifestModel):
     """The embedding model. After a change, the retriever embeds all documents again."""
     reranker: RerankerSpec = RerankerSpec()
     """The reranker, which orders the best hits of a search again."""
+    gpu: RetrieverGPUSpec | None = None
+    """One NVIDIA GPU for an embedder and a cross-encoder that run in the retriever. Vectors are
+    searched on the processor. If unset, all computes on the processor."""
     chunking: ChunkingSpec = ChunkingSpec()
     """How the retriever splits documents of collections that set no chunking."""
     index: IndexSpec = IndexSpec()

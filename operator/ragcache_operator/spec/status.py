@@ -137,7 +137,8 @@ class RagCacheStatus(ManifestModel):
     SelfTestPassed and Ready. With spec.reuse.mode blend also BlendVerified, which tells whether a
     quality measurement of this model has passed. After a size of volumes was raised also
     VolumesResized, which tells whether they have grown. After an engine was on a processor without
-    instructions for the model's data type also DataTypeSupported."""
+    instructions for the model's data type also DataTypeSupported. With GPUs also
+    GPUsAvailable, which tells whether each pod that asks for one has it."""
     progress: str | None = None
     """What the operator waits for, like "engine: loading the model". It is unset when nothing is
     in progress."""

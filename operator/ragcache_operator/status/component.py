@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +31,21 @@ STARTUP_REASONS = {
 
 _PULL_FAILURES = ("ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName")
 _CONFIG_FAILURES = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
-_MISSING_DEVICE = re.compile(r"Insufficient ([a-z0-9.-]+/[A-Za-z0-9._-]*[A-Za-z0-9])")
-"""How the scheduler names an extended resource. Its domain tells it from cpu and memory."""
 _MAX_MESSAGE_CHARS = 600
 _LAST_SERIOUS_RANK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PodWait:
+    """Why the scheduler cannot place a pod yet.
+
+    Args:
+        is_serious: Whether it takes a user's action to end it.
+    """
+
+    reason: str
+    message: str
+    is_serious: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +114,7 @@ def component_state(
     pods: Sequence[Object],
     exists: bool,
     progress: Mapping[str, str],
+    waits: Mapping[str, PodWait],
 ) -> ComponentState:
     """Return the state of a component.
 
@@ -112,6 +123,7 @@ def component_state(
         exists: Whether every workload has been created.
         progress: Startup progress of pods that are not ready, by pod name, like ``indexing 12 of
             40``.
+        waits: Why pods wait for GPUs, by pod name.
     """
     wanted = sum(workload.wanted for workload in workloads)
     ready = sum(workload.ready for workload in workloads)
@@ -126,7 +138,7 @@ def component_state(
     counted = f"{ready} of {wanted} replicas are ready" if workloads else "RagCache runs none"
     if not exists:
         return state(NOT_CREATED, "its workload does not exist yet")
-    worst = _worst_problem(component, pods, progress)
+    worst = _worst_problem(component, pods, progress, waits)
     for workload in workloads:
         if workload.problem and worst is None:
             worst = _LAST_SERIOUS_RANK, "PodsRefused", workload.problem
@@ -144,11 +156,14 @@ def component_state(
 
 
 def _worst_problem(
-    component: str, pods: Sequence[Object], progress: Mapping[str, str]
+    component: str,
+    pods: Sequence[Object],
+    progress: Mapping[str, str],
+    waits: Mapping[str, PodWait],
 ) -> tuple[int, str, str] | None:
     """Return rank, reason and message of the worst pod that is not ready, or None."""
     found = [
-        _pod_problem(component, pod, progress)
+        _pod_problem(component, pod, progress, waits.get(pod["metadata"]["name"]))
         for pod in pods
         if "deletionTimestamp" not in pod["metadata"] and not is_ready(pod) and not _has_ended(pod)
     ]
@@ -170,16 +185,17 @@ def _condition(pod: Object, name: str) -> Mapping[str, Any]:
     return next((c for c in conditions if c["type"] == name), {})
 
 
-def _pod_problem(component: str, pod: Object, progress: Mapping[str, str]) -> tuple[int, str, str]:
+def _pod_problem(
+    component: str, pod: Object, progress: Mapping[str, str], wait: PodWait | None
+) -> tuple[int, str, str]:
     """Return (rank, reason, message). A lower rank is worse; serious ranks need a user's action."""
     name = pod["metadata"]["name"]
+    if wait is not None:
+        return _LAST_SERIOUS_RANK if wait.is_serious else 4, wait.reason, wait.message
     scheduled = _condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
         message = f"{name}: {scheduled.get('message', 'no node fits')}"
-        if device := _MISSING_DEVICE.search(message):
-            hint = f"no node has a free {device[1]}; add nodes, check the device plugin, or correct"
-            return 2, "InsufficientGPUs", f"{message} ({hint} engines[].gpu.resource)"
-        return 2, "Unschedulable", message
+        return _LAST_SERIOUS_RANK, "Unschedulable", message
     status = pod.get("status") or {}
     containers = [
         *(status.get("initContainerStatuses") or ()),
@@ -234,11 +250,13 @@ def component_states(
     live: Callable[[Object], Object | None],
     pods: Sequence[Object],
     progress: Mapping[str, str],
+    waits: Mapping[str, PodWait],
 ) -> list[ComponentState]:
     """Return one state for each component, in the order of CONDITION_OF.
 
     Args:
         progress: Startup progress of pods, by name.
+        waits: Why pods wait for GPUs, by name.
     """
     workloads = [obj for obj in desired if obj["kind"] in WORKLOADS]
     states = []
@@ -251,6 +269,7 @@ def component_states(
                 [pod for pod in pods if component_of(pod) == component],
                 exists=all(live(obj) is not None for obj in own),
                 progress=progress,
+                waits=waits,
             )
         )
     return states

@@ -286,7 +286,7 @@ _WARNINGS = frozenset(
         *("ImagePullFailed", "ConfigError", "CrashLooping", "OutOfMemory", "Unschedulable"),
         *("PodsRefused", "Invalid", "ApplyFailed", "ObjectTaken", "SelfTestFailed"),
         *("NotServed", "NotMeasured", "MeasurementFailed", "InsufficientMemory"),
-        *("ExpansionRefused", "SlowDataType", "InsufficientGPUs"),
+        *("ExpansionRefused", "SlowDataType", "InsufficientGPUs", "NoDevicePlugin"),
     }
 )
 """Reasons that need a user's action. The others resolve without one."""

@@ -80,7 +80,8 @@ class GatewayClient:
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
         # Connections inside a cluster must not use a proxy of the environment. Each call has its
         # own total timeout; this timeout limits a single read.
-        # Certificates of engines are not checked: the operator tells them nothing.
+        # Certificates are not checked: the operator reads no Secret, and so knows no authority of
+        # users. It tells engines nothing, and a gateway its own key alone.
         self._client = httpx.AsyncClient(
             timeout=_ANSWER_TIMEOUT_S, trust_env=False, verify=False, transport=transport
         )

@@ -94,6 +94,7 @@ def _open(
         admission=config.admission,
         leaves_only=config.reuse == "exact",
         telemetry=telemetry,
+        disk_keys=config.disk_key_file,
     )
     store = Store(config.data_dir, options)
     resources.callback(store.close)

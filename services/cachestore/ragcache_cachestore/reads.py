@@ -8,6 +8,7 @@ from ragcache_cachestore.background.tier_mover import TierMover
 from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_cachestore.state.leases import ReadLease
 from ragcache_cachestore.state.store_state import StoreState, refusal
+from ragcache_cachestore.storage.tier_space import TierCopy
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.store_api import (
@@ -70,22 +71,66 @@ class Reads:
     ) -> list[ReadLease | Miss]:
         """Grant a lease for each value that is stored and may serve.
 
-        The caller answers its client first, and then calls ``note_opened`` to count the reads.
+        The caller answers its client first, and then calls ``note_opened`` to count the reads. With
+        encryption the call reads values that are on disk alone, so it may take their time.
         """
         self._mover.idle_window.note_call()
+        if not self._mover.decrypts:
+            now = self._state.clock()
+            with self._state.lock:
+                return [self._open(key, exact, domain, now) for key in keys]
+        decrypted, held = self._decrypt(keys, exact, domain)
         now = self._state.clock()
         with self._state.lock:
-            return [self._open(key, exact, domain, now) for key in keys]
+            answers = [self._open(key, exact, domain, now, decrypted) for key in keys]
+            for copy in (*held, *decrypted.values()):
+                self._state.memory.release(copy)
+            self._state.memory_freed.notify_all()
+        return answers
 
-    def _open(self, key: VariantKey, exact: bool, domain: str, now: float) -> ReadLease | Miss:
+    def _decrypt(
+        self, keys: Sequence[VariantKey], exact: bool, domain: str
+    ) -> tuple[dict[CatalogVariant, TierCopy], list[TierCopy]]:
+        """Decrypt the values of keys that are on disk alone into memory.
+
+        Returns:
+            Their copies, and the copies of the other keys in memory, each with a reference of the
+            caller. So no value of the request is evicted for another one.
+        """
+        held, on_disk = [], []
+        with self._state.lock:
+            for key in dict.fromkeys(keys):
+                variant = self._state.find(key)
+                if variant is None or refusal(variant, exact, domain) is not None:
+                    continue
+                if variant.memory is None:
+                    on_disk.append(variant)
+                else:
+                    variant.memory.ref_count += 1
+                    held.append(variant.memory)
+        decrypted = [(one, self._mover.decrypt(one)) for one in on_disk]
+        return {one: copy for one, copy in decrypted if copy is not None}, held
+
+    def _open(
+        self,
+        key: VariantKey,
+        exact: bool,
+        domain: str,
+        now: float,
+        decrypted: Mapping[CatalogVariant, TierCopy] | None = None,
+    ) -> ReadLease | Miss:
         variant = self._state.find(key)
         if variant is None:
             return self._state.miss_reason(key)
         miss = refusal(variant, exact, domain)
         if miss is not None:
             return miss
-        tier, copy = self._state.fastest_copy(variant)
-        return self._state.leases.grant(variant, tier, copy, now)
+        source, copy = self._state.fastest_copy(variant)
+        if source is Tier.MEMORY or decrypted is None:
+            return self._state.leases.grant(variant, source, copy, now)
+        if variant not in decrypted:
+            return Miss.TIMED_OUT  # memory had no room for it, or it came after the keys were read
+        return self._state.leases.grant(variant, Tier.MEMORY, decrypted[variant], now, source)
 
     def note_opened(
         self, answers: Sequence[ReadLease | Miss], uses: Sequence[VariantUse] = ()
@@ -102,8 +147,8 @@ class Reads:
                 if isinstance(one, Miss):
                     self._state.counters.misses[one] += 1
                 elif self._state.catalog.contains(one.variant):  # not deleted meanwhile
-                    self._note_read(one.variant, one.tier, now, use)
-                    if one.on_disk and self._state.should_promote(one.variant):
+                    self._note_read(one.variant, one.source, now, use)
+                    if one.source is Tier.DISK and self._state.should_promote(one.variant):
                         to_promote.append(one.variant)
         for variant in to_promote:
             self._mover.promoter.submit(variant, now=False)

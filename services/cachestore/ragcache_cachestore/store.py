@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -29,6 +30,7 @@ from ragcache_cachestore.state.store_state import StoreOptions, StoreState
 from ragcache_cachestore.state.store_stats import StatsReader
 from ragcache_cachestore.state.tombstones import AWAY_MS, Tombstones
 from ragcache_cachestore.storage.data_dir import DataDir, open_metadata
+from ragcache_cachestore.storage.disk_cipher import DiskCipher
 from ragcache_cachestore.storage.disk_tier import DiskTier
 from ragcache_cachestore.storage.disk_variant import DiskVariant
 from ragcache_cachestore.storage.memory_tier import MemoryTier
@@ -41,6 +43,7 @@ from ragcache_core.eviction.admission import make_admission
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.knowledge.node_change import NodeChange
 from ragcache_wire.feeds.feed_cursor import BATCH_CHANGES
+from ragcache_wire.telemetry.catalogue.cachestore import Undecrypted
 from ragcache_wire.v1 import cachestore_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -82,7 +85,10 @@ class Store:
             self.disk_tier = DiskTier(data.values, options.disk_bytes, options.free_bytes)
             resources.callback(self.disk_tier.close)
             self.state = state = self._make_state(options)
-            self.mover = mover = TierMover(state, self.memory_tier, self.disk_tier, metadata)
+            cipher = None if options.disk_keys is None else DiskCipher(options.disk_keys)
+            self.mover = mover = TierMover(
+                state, self.memory_tier, self.disk_tier, metadata, cipher
+            )
             resources.callback(mover.close)
             self.reads = Reads(state, mover)
             self.puts = Puts(state, mover, self.memory_tier, self.status_page)
@@ -223,17 +229,32 @@ def recover(
         metadata.tombstones(), metadata.delete_sequence, metadata.forgotten, state.steady
     )
     now = state.clock()
+    unreadable: Counter[Undecrypted] = Counter()
     for key, found in metadata.load(disk_tier.allocator):
-        _recover_variant(state, mover, key, found, now)
+        copy = TierCopy(found.extents, found.info.num_bytes, encryption=found.encryption)
+        mover.note_recorded(key, copy)
+        reason = mover.unreadable(copy)
+        if reason is None:
+            _recover_variant(state, key, found, copy, now)
+        else:
+            unreadable[reason] += 1
+            state.drop_disk_copy(key, copy)
+        state.next_identity = max(state.next_identity, found.put_order + 1)
+    for reason, count in unreadable.items():
+        state.telemetry.undecrypted(reason, count)
+        log.warning(
+            "recovery: dropped values that the keys of the disk do not decrypt count=%d reason=%s",
+            count,
+            reason.value,
+        )
     mover.try_free_dropped_copies()
+    if mover.decrypts:
+        mover.erase_free()
 
 
 def _recover_variant(
-    state: StoreState, mover: TierMover, key: VariantKey, found: DiskVariant, now: float
+    state: StoreState, key: VariantKey, found: DiskVariant, copy: TierCopy, now: float
 ) -> None:
-    copy = TierCopy(found.extents, found.info.num_bytes)
-    state.next_identity = max(state.next_identity, found.put_order + 1)
-    mover.note_recorded(key, copy)
     # Before a delete is forgotten, what it covers is removed from disk.
     seen = max(found.delete_sequence, state.tombstones.forgotten_sequence)
     if state.tombstones.covers(key, found.origin, seen):

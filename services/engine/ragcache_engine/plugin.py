@@ -19,7 +19,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_engine.vllm_interface.arrivals import count_arrivals
 
 CONNECTOR = "RagCacheConnector"
-SUPPORTED_VLLM = "0.32"
+SUPPORTED_VLLM = ("0.31", "0.32")
 """vLLM marks the connector interface as experimental and changes it between minor releases."""
 
 log = logging.getLogger("vllm.ragcache")
@@ -41,7 +41,7 @@ def register() -> None:
         _record_workers()
         count_arrivals()
         return
-    log.warning("plugin: this vLLM is not supported, install %s.x", SUPPORTED_VLLM)
+    log.warning("plugin: this vLLM is not supported, install %s", _wanted())
     with contextlib.suppress(Exception):
         _register_connector()
 
@@ -113,7 +113,7 @@ def vllm_version() -> str:
 
 def is_supported(installed: str) -> bool:
     """Tell whether the connector supports this version of vLLM."""
-    return installed == SUPPORTED_VLLM or installed.startswith(f"{SUPPORTED_VLLM}.")
+    return any(installed == one or installed.startswith(f"{one}.") for one in SUPPORTED_VLLM)
 
 
 def require_supported_vllm() -> None:
@@ -124,4 +124,8 @@ def require_supported_vllm() -> None:
     """
     installed = vllm_version()
     if not is_supported(installed):
-        raise InvalidInput("vllm", f"is version {installed}", f"install {SUPPORTED_VLLM}.x")
+        raise InvalidInput("vllm", f"is version {installed}", f"install {_wanted()}")
+
+
+def _wanted() -> str:
+    return " or ".join(f"{one}.x" for one in SUPPORTED_VLLM)

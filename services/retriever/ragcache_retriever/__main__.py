@@ -23,6 +23,7 @@ from ragcache_retriever.documents.collection import (
     checked_window,
 )
 from ragcache_retriever.documents.tokenizer import load_serving_tokenizer
+from ragcache_retriever.embedding.computation import Computation
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.embedding.endpoint import EmbeddingEndpoint
 from ragcache_retriever.embedding.local_model import LocalModel, MiniLM
@@ -242,7 +243,7 @@ def make_reranker(settings: RetrieverSettings) -> Reranker | None:
         case "none":
             return None
         case "cross-encoder":
-            return CrossEncoderReranker(settings.reranker_model or "")
+            return CrossEncoderReranker(settings.reranker_model or "", settings.device)
         case url:
             return RerankEndpoint(url, settings.reranker_model or "", settings.reranker_api_key)
 
@@ -251,13 +252,14 @@ def make_embedder(settings: RetrieverSettings, gate: QueryGate) -> Embedder:
     """Return the embedder of the settings."""
     num_threads = settings.embedder_threads or min(usable_cores(), MAX_DEFAULT_THREADS)
     kind, _, name = settings.embedder.partition(":")
+    computation = Computation(settings.device)
     match kind:
         case "bundled":
-            return MiniLM(gate, num_threads)
+            return MiniLM(gate, num_threads, computation)
         case "path":
-            return LocalModel(lambda: Path(name), gate, num_threads)
+            return LocalModel(lambda: Path(name), gate, num_threads, computation)
         case "hf":
-            return LocalModel(lambda: download(name), gate, num_threads)
+            return LocalModel(lambda: download(name), gate, num_threads, computation)
     assert settings.embedder_model is not None, "settings check it"
     return EmbeddingEndpoint(settings.embedder, settings.embedder_model, settings.embedder_api_key)
 

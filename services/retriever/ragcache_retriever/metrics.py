@@ -8,6 +8,7 @@ from typing import Final
 
 from ragcache_retriever.concurrency.background import attempted
 from ragcache_retriever.knowledge_base.coordinator import KnowledgeBase
+from ragcache_wire.sandbox import sandbox_support
 from ragcache_wire.telemetry.catalogue import retriever as rows
 from ragcache_wire.telemetry.metric_registry import Level, MetricRegistry
 
@@ -33,6 +34,9 @@ class Metrics:
         self.ingested_chunks = registry.counter(rows.INGESTED_CHUNKS)
         self.ingested_bytes = registry.counter(rows.INGESTED_SIZE)
         self.deletes = registry.counter(rows.DELETES)
+        protections = registry.gauge(rows.SPLITTER_PROTECTIONS)
+        for name, has in sandbox_support().protections.items():
+            protections.labels(name).set(has)
         # A size that is not known has no series: an alert would take 0 for a full disk.
         self._sizes: tuple[Level, ...] = ()
         registry.observe(lambda: self._sizes)

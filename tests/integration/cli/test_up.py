@@ -28,6 +28,8 @@ if "ragcache_cli" in sys.orig_argv:
     from ragcache_cli.local import platform
     from tests.integration.cli.stand_ins import stand_ins
     platform.build_children = stand_ins(engine=HABIT)
+    from ragcache_cli.local import gpus
+    gpus._torch_version = lambda: "2.13.0"
 """
 
 MANIFEST = """
@@ -58,6 +60,19 @@ class Desk:
         """Stand-ins, the engine with a habit."""
         text = SITE_CUSTOMIZE.replace("HABIT", repr(engine))
         (self.folder / "site" / "sitecustomize.py").write_text(text)
+
+    def wants_gpus(self, number: int) -> None:
+        """Give the manifest so many groups of engines on GPUs."""
+        with (self.folder / "docs.yaml").open("a") as manifest:
+            engines = ", ".join(f"{{name: e{i}, device: cuda}}" for i in range(number))
+            manifest.write(f"  engines: [{engines}]\n")
+
+    def has_gpus(self, number: int) -> None:
+        """Put a stand-in for the driver's program into the folder."""
+        program = self.folder / "nvidia-smi"
+        lines = "".join(f"echo '{i}, NVIDIA L4, 23034'\n" for i in range(number))
+        program.write_text(f"#!/bin/sh\n{lines}")
+        program.chmod(0o755)
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """Begin a command."""
@@ -118,6 +133,40 @@ def test_a_signal_ends_it_cleanly(desk: Desk, number: signal.Signals) -> None:
         assert [line.split()[1:] for line in output.splitlines()][:1] == [["gateway", "stopped"]]
     assert living(pids) == []
     assert read_record(desk.data) is None
+
+
+def test_an_engine_on_a_gpu_is_refused_on_a_machine_without_one(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.wants_gpus(1)
+    monkeypatch.setenv("PATH", str(desk.folder))
+    for words in ((), ("--detach",)):
+        status, output, errors = desk.run("up", "-f", "docs.yaml", *words)
+        assert status == 2
+        assert (
+            "spec: asks for a GPU, and this machine has no NVIDIA GPU: nvidia-smi is not "
+            "installed; install the NVIDIA driver, or"
+        ) in output + errors
+    assert read_record(desk.data) is None
+
+
+def test_each_engine_on_a_gpu_gets_one_of_the_machine(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.wants_gpus(2)
+    desk.has_gpus(2)
+    monkeypatch.setenv("PATH", f"{desk.folder}{os.pathsep}{os.environ['PATH']}")
+    with desk.up() as command:
+        devices = {
+            part.name: psutil.Process(part.pid).environ().get("CUDA_VISIBLE_DEVICES")
+            for part in desk.record().parts
+        }
+        command.send_signal(signal.SIGINT)
+        command.wait()
+    assert devices == {
+        **dict.fromkeys(("gateway", "retriever", "cachestore")),
+        **{"engine-e0": "0", "engine-e1": "1"},
+    }
 
 
 def test_detached_it_is_found_and_stopped(desk: Desk) -> None:

@@ -18,12 +18,13 @@ import httpx
 import pytest
 
 from harness.completion import Completion, complete, is_clear
+from harness.plans import blend_for_all, exact_for_all
 from harness.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
 from harness.stored_values import corrupt
 from ragcache_core.blend.observation import observation_key
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace, VariantKey
-from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
+from ragcache_core.plan.prompt import Prompt, assemble
 from ragcache_core.plan.reuse_plan import Action, ReusePlan
 from ragcache_core.store_api import LookupKey
 from ragcache_kv.model.folder import load_model_folder
@@ -65,14 +66,14 @@ class Blends(Platform):
         self, prompt: Prompt, recompute_share: float, max_tokens: int = 16
     ) -> tuple[Completion, engine_pb2.RequestRecord]:
         request = uuid.uuid4().hex
-        plan = plan_blend(prompt, self.space, "public", request, recompute_share).encode()
+        plan = blend_for_all(prompt, self.space, "public", request, recompute_share).encode()
         answer = complete(self.engine.url, prompt.token_ids, max_tokens=max_tokens, plan=plan)
         return answer, self.record(request)
 
     def ask_uncached(self, prompt: Prompt) -> tuple[Completion, engine_pb2.RequestRecord]:
         """Ask with an exact plan, and without vLLM's own prefix cache."""
         request = uuid.uuid4().hex
-        plan = plan_exact(prompt, self.space, "public", request).encode()
+        plan = exact_for_all(prompt, self.space, "public", request).encode()
         salt = uuid.uuid4().hex
         answer = complete(
             *(self.engine.url, prompt.token_ids), max_tokens=16, plan=plan, cache_salt=salt
@@ -146,7 +147,7 @@ def test_a_blend_without_recomputation_equals_another_implementation(blends: Ble
         "logprobs": 10,
         "return_tokens_as_token_ids": True,
         "kv_transfer_params": {
-            "ragcache": plan_blend(prompt, blends.space, "public", request, 0.0).encode()
+            "ragcache": blend_for_all(prompt, blends.space, "public", request, 0.0).encode()
         },
     }
     reply = httpx.post(f"{blends.engine.url}/v1/completions", json=body, timeout=60).json()
@@ -314,7 +315,7 @@ def test_clients_that_disconnect_at_any_time_leave_no_blocks(blends: Blends) -> 
     """See ``test_interrupted`` for clients that disconnect in the middle of a load."""
     for number, seconds in enumerate((0.0, 0.01, 0.02, 0.03, 0.05, 0.08)):
         prompt = make_blend_prompt(3, 2, 4, 0, 1, question=f"left {number}")
-        body = _body(prompt, plan_blend(prompt, blends.space, "public", "left", 1.0).encode())
+        body = _body(prompt, blend_for_all(prompt, blends.space, "public", "left", 1.0).encode())
         with httpx.stream("POST", f"{blends.engine.url}/v1/completions", json=body, timeout=60):
             time.sleep(seconds)
     wait_until(lambda: not blends.unfinished_requests())
@@ -383,7 +384,7 @@ def guarantees_equality(space: KVSpace, plan: object, prompt: Prompt) -> bool:
         parsed = ReusePlan.decode(plan)
     except InvalidInput:
         return True
-    own_plan = plan_exact(prompt, space, parsed.domain, "own_plan").segments
+    own_plan = exact_for_all(prompt, space, parsed.domain, "own_plan").segments
     for said, own in zip(parsed.segments, own_plan, strict=False):
         if (said.chunk, said.start, said.end) != (own.chunk, own.start, own.end):
             return True
@@ -412,10 +413,10 @@ def test_wrong_plans_end_no_engine_and_change_no_exact_answer(blends: Blends, co
         if own.random() < 0.4:
             domain, given["cache_salt"] = "public", name
         if own.random() < 0.3:
-            reuse = plan_exact(prompt, blends.space, "served as exact", name)
+            reuse = exact_for_all(prompt, blends.space, "served as exact", name)
         else:
             recompute_share = own.choice([0.0, 0.2, 1.0])
-            reuse = plan_blend(prompt, blends.space, domain, name, recompute_share)
+            reuse = blend_for_all(prompt, blends.space, domain, name, recompute_share)
         for _ in range(own.randrange(3)):
             reuse = falsify(reuse, own)
         plan = reuse.encode()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.completion import complete, record_of
+from harness.plans import blend_for_all, exact_for_all
 from harness.processes import (
     COMPUTES_PLAIN,
     CacheStore,
@@ -23,7 +24,7 @@ from harness.processes import (
     wait_for_engine,
 )
 from ragcache_core.identity.keys import KVSpace, VariantKey
-from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
+from ragcache_core.plan.prompt import Prompt, assemble
 from ragcache_core.plan.segments import checked_segments
 from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.clients.feed_client import ENGINE_FEED, FeedClient
@@ -74,7 +75,7 @@ class Fed:
             self.engine = None
 
     def nodes(self, prompt: Prompt) -> list[VariantKey]:
-        plan = plan_exact(prompt, self.space, "public", "probe")
+        plan = exact_for_all(prompt, self.space, "public", "probe")
         return [named.variant for named in checked_segments(plan, prompt.token_ids, self.space)]
 
     def is_stored(self, prompt: Prompt) -> bool:
@@ -86,7 +87,7 @@ class Fed:
         assert self.engine is not None
         request = uuid.uuid4().hex
         make = (prompt, self.space, "public", request)
-        plan = plan_blend(*make, 0.1) if blend else plan_exact(*make)
+        plan = blend_for_all(*make, 0.1) if blend else exact_for_all(*make)
         complete(
             self.engine.url,
             prompt.token_ids,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.completion import Completion, complete, record_of
+from harness.plans import blend_for_all, exact_for_all
 from harness.processes import (
     COMPUTES_PLAIN,
     CacheStore,
@@ -22,7 +23,7 @@ from harness.processes import (
     wait_for_engine,
 )
 from ragcache_core.identity.keys import KVSpace
-from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
+from ragcache_core.plan.prompt import Prompt, assemble
 from ragcache_core.plan.reuse_plan import Handoff
 from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2
@@ -71,7 +72,7 @@ class HandoffPair:
         return complete(self.prefill.url, prompt.token_ids, max_tokens=16).token_ids
 
     def _ask(self, engine: Engine, prompt: Prompt, request: str, part: Handoff) -> Completion:
-        plan = plan_exact(prompt, self.space, "public", request)
+        plan = exact_for_all(prompt, self.space, "public", request)
         plan = replace(plan, handoff=part, handoff_wait_s=WAIT_S)
         max_tokens = 1 if part is Handoff.PREFILL else 16
         return complete(engine.url, prompt.token_ids, max_tokens=max_tokens, plan=plan.encode())
@@ -126,7 +127,7 @@ def test_what_one_engine_has_blended_another_one_decodes(pair: HandoffPair) -> N
     head, chunks, question = range(41), [range(50, 181), range(200, 300), range(100, 240)], [7] * 90
     pair.compute(assemble(head, chunks, question), "stored")
     prompt = assemble(head, chunks[::-1], question)
-    plan = plan_blend(prompt, pair.space, "public", "blend", 0.2)
+    plan = blend_for_all(prompt, pair.space, "public", "blend", 0.2)
 
     def handed_off(part: Handoff, max_tokens: int) -> Completion:
         text = replace(plan, handoff=part, handoff_wait_s=WAIT_S).encode()
@@ -143,7 +144,7 @@ def test_what_one_engine_has_blended_another_one_decodes(pair: HandoffPair) -> N
     assert (decoded.loaded_tokens, decoded.miss) == (len(prompt.token_ids) - 1, "")
     assert (decoded.blended_tokens, decoded.recomputed_tokens) == (len(prompt.token_ids) - 1, 0)
     assert len(answer.token_ids) == 16
-    exact = plan_exact(prompt, pair.space, "public", "exact")
+    exact = exact_for_all(prompt, pair.space, "public", "exact")
     complete(pair.decode.url, prompt.token_ids, max_tokens=1, plan=exact.encode())
     head_only = record_of(pair.decode, "exact")
     assert head_only.local_tokens + head_only.loaded_tokens <= len(head), "no blend serves exact"

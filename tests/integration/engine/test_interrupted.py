@@ -22,8 +22,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from harness.completion import complete, is_clear
+from harness.plans import blend_for_all, exact_for_all
 from harness.processes import COMPUTES_PLAIN, launch_engine, start_cachestore, wait_for_engine
-from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
+from ragcache_core.plan.prompt import Prompt
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_kv.model.folder import load_model_folder
 from ragcache_kv.store_client.client import StoreClient
@@ -210,8 +211,8 @@ class Interrupted(Platform):
     def plan(self, kind: str, prompt: Prompt) -> ReusePlan:
         request = uuid.uuid4().hex
         if kind == "exact":
-            return plan_exact(prompt, self.space, "public", request)
-        return plan_blend(prompt, self.space, "public", request, 1.0)
+            return exact_for_all(prompt, self.space, "public", request)
+        return blend_for_all(prompt, self.space, "public", request, 1.0)
 
     def answer(self, prompt: Prompt, plan: ReusePlan) -> tuple[int, ...]:
         """Ask under a unique salt, so that values come from the store."""

@@ -13,6 +13,7 @@ from typing import TypeVar
 import pytest
 
 from harness.completion import complete, record_of
+from harness.plans import blend_for_all, exact_for_all
 from harness.processes import (
     COMPUTES_PLAIN,
     Engine,
@@ -20,7 +21,7 @@ from harness.processes import (
     running_engine,
 )
 from ragcache_core.identity.keys import KVSpace
-from ragcache_core.plan.prompt import Prompt, assemble, plan_blend, plan_exact
+from ragcache_core.plan.prompt import Prompt, assemble
 from ragcache_core.plan.segments import checked_segments
 from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2
@@ -76,7 +77,7 @@ class Pressed:
             self.engine.url,
             prompt.token_ids,
             max_tokens=NUM_TOKENS,
-            plan=plan_exact(prompt, self.space, "public", request).encode(),
+            plan=exact_for_all(prompt, self.space, "public", request).encode(),
             cache_salt=request,
         )
         return answer.token_ids, record_of(self.engine, request).loaded_tokens
@@ -88,7 +89,7 @@ class Pressed:
             self.engine.url,
             prompt.token_ids,
             max_tokens=NUM_TOKENS,
-            plan=plan_blend(prompt, self.space, "public", request, 1.0).encode(),
+            plan=blend_for_all(prompt, self.space, "public", request, 1.0).encode(),
             cache_salt=request,
         )
         return answer.token_ids, record_of(self.engine, request)
@@ -105,7 +106,7 @@ class Pressed:
             named.variant
             for prompt in PROMPTS
             for named in checked_segments(
-                plan_exact(prompt, self.space, "public", "probe"), prompt.token_ids, self.space
+                exact_for_all(prompt, self.space, "public", "probe"), prompt.token_ids, self.space
             )
         ]
         wait_until(lambda: is_stored(self.store, keys), "not saved")

@@ -60,7 +60,7 @@ def test_an_engine_that_does_not_fit_ends_with_sizes_and_fix(tmp_path: Path) -> 
     }
     pod = {"metadata": {"name": "engine-0"}, "status": {"containerStatuses": [container]}}
     workloads = [WorkloadState("engine", wanted=1, ready=0, settled=False)]
-    state = component_state("engine", workloads, [pod], exists=True, progress={})
+    state = component_state("engine", workloads, [pod], exists=True, progress={}, waits={})
     assert state.reason == "InsufficientMemory"
     assert "the memory request of 2.00 GiB is too small: the weights take 5 MiB" in state.message
     assert state.message.endswith("raise memory and memoryLimit to 5Gi where they are set")

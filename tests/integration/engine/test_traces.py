@@ -16,6 +16,7 @@ import pytest
 
 from harness.completion import complete
 from harness.otlp import Collector, attributes_of, collector, orphans, traced_request
+from harness.plans import blend_for_all, exact_for_all
 from harness.processes import (
     Service,
     free_port,
@@ -23,7 +24,7 @@ from harness.processes import (
     start_cachestore,
     wait_for_engine,
 )
-from ragcache_core.plan.prompt import Prompt, plan_blend, plan_exact
+from ragcache_core.plan.prompt import Prompt
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_kv.model.folder import load_model_folder
 from ragcache_operator.builders.engine import (
@@ -67,10 +68,12 @@ class Traced:
         )
 
     def exact(self, prompt: Prompt) -> ReusePlan:
-        return plan_exact(prompt, self.platform.space, "public", uuid.uuid4().hex)
+        return exact_for_all(prompt, self.platform.space, "public", uuid.uuid4().hex)
 
     def blend(self, prompt: Prompt, recompute_share: float) -> ReusePlan:
-        return plan_blend(prompt, self.platform.space, "public", uuid.uuid4().hex, recompute_share)
+        return blend_for_all(
+            prompt, self.platform.space, "public", uuid.uuid4().hex, recompute_share
+        )
 
     def spans(self, part: str, trace_id: str) -> list[Any]:
         return [s for s in self.receiver.spans_of(part) if s.trace_id.hex() == trace_id]

@@ -112,7 +112,7 @@ class Platform:
             prompt.token_ids,
             max_tokens=max_tokens,
             plan=plan_text,
-            signature=sign(plan_text, prompt.token_ids, KEY),
+            signature=sign(plan_text, prompt.token_ids, KEY, time.time()),
             cache_salt=cache_salt,
         )
 
@@ -368,7 +368,7 @@ def test_clients_that_disconnect_at_any_time_leave_the_engine_intact(platform: P
         "ignore_eos": True,
         "kv_transfer_params": {
             "ragcache": plan,
-            "ragcache_signature": sign(plan, prompt.token_ids, KEY),
+            "ragcache_signature": sign(plan, prompt.token_ids, KEY, time.time()),
         },
     }
     for seconds in (0.0, 0.005, 0.01, 0.02, 0.04):
@@ -398,14 +398,18 @@ def test_a_plan_without_a_valid_signature_loads_and_saves_nothing(
     forgeries = 0
     for prompt in (stored, new):
         right = platform.compute(prompt).token_ids
-        for key, signed_prompt in ((None, prompt), (bytes(32), prompt), (KEY, PROMPTS["d"])):
+        for key, signed_prompt, age_s in (
+            *((None, prompt, 0), (bytes(32), prompt, 0), (KEY, PROMPTS["d"], 0)),
+            (KEY, prompt, 91),
+        ):
             request = uuid.uuid4().hex
             plan = plan_exact(prompt, platform.space, "public", request).encode()
+            signature = sign(plan, signed_prompt.token_ids, key or KEY, time.time() - age_s)
             answer = complete(
                 *(platform.engine.url, prompt.token_ids),
                 max_tokens=16,
                 plan=plan,
-                signature=sign(plan, signed_prompt.token_ids, key) if key is not None else None,
+                signature=None if key is None else signature,
                 cache_salt=request,  # so that only the store could have it
             )
             assert answer.token_ids == right

@@ -12,7 +12,7 @@ import pytest
 
 from ragcache_core.plan.reuse_plan import Action
 from ragcache_core.plan.segments import checked_segments
-from ragcache_core.plan.signature import is_signed
+from ragcache_core.plan.signature import is_timely, signed_until_s
 from ragcache_gateway.chat.schema import ChatCompletion, ChatCompletionChunk
 from ragcache_kv.model.folder import load_model_folder
 from ragcache_wire.v1 import engine_pb2, retriever_pb2
@@ -105,7 +105,9 @@ async def test_plans_are_signed_with_the_first_key_of_a_file_that_may_change(
 
 def is_signed_with(key: bytes, sent: dict[str, Any]) -> bool:
     params = sent["kv_transfer_params"]
-    return is_signed(params["ragcache"], sent["prompt"], params["ragcache_signature"], [key])
+    signature = params["ragcache_signature"]
+    until_s = signed_until_s(params["ragcache"], sent["prompt"], signature, [key])
+    return until_s is not None and is_timely(until_s, time.time())
 
 
 async def test_reuse_off_computes_everything_and_shares_nothing(gateway: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -427,11 +428,14 @@ async def test_a_syncs_key_reaches_its_own_collection_only(
         async with AsyncExitStack() as stack:
             world = keyed_world(store, file, builtin)
             await world.start(stack, tiny_model)
-            own = {"Authorization": f"Bearer {keys.collection_key('faq', 'uid')}"}
-            foreign = {"Authorization": f"Bearer {keys.collection_key('faq', 'other')}"}
+            own, foreign, expired = (
+                {"Authorization": f"Bearer {keys.collection_key('faq', uid, at_s)}"}
+                for uid, at_s in (("uid", time.time()), ("other", time.time()), ("uid", 1e9))
+            )
             put = {**DOCUMENT, "collection": "faq"}
             call = world.client.request
-            detail(await call("POST", "/v1/documents", json=put, headers=foreign), 401)
+            for refused in (foreign, expired):
+                detail(await call("POST", "/v1/documents", json=put, headers=refused), 401)
             # It may write there: the collection does not exist yet.
             detail(await call("POST", "/v1/documents", json=put, headers=own), 404)
             others = "/v1/documents/d?collection=default"

@@ -15,7 +15,7 @@ from ragcache_core.background.precompute_queue import PrecomputeQueue
 from ragcache_core.identity.keys import PUBLIC_DOMAIN, chunk_key
 from ragcache_core.plan.reuse_plan import Action, ReusePlan, document_name
 from ragcache_core.plan.segments import checked_segments
-from ragcache_core.plan.signature import is_signed
+from ragcache_core.plan.signature import signed_until_s
 from ragcache_core.scheduling.priority import BACKGROUND_BAND
 from ragcache_gateway.background import chunk_ranking, precompute, slice_costs
 from ragcache_kv.model.folder import load_model_folder
@@ -232,7 +232,8 @@ async def test_plans_of_background_requests_are_signed(tiny_model: Path, tmp_pat
         await until(lambda: len(gateway.engine.requests) == 1)
         [body] = gateway.engine.requests
     params = body["kv_transfer_params"]
-    assert is_signed(params["ragcache"], body["prompt"], params["ragcache_signature"], [key])
+    signature = params["ragcache_signature"]
+    assert signed_until_s(params["ragcache"], body["prompt"], signature, [key]) is not None
 
 
 async def test_a_prefill_has_the_same_template_segment_as_questions(gateway: World) -> None:

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from ragcache_core.errors import InvalidInput
 from ragcache_retriever.concurrency.query_gate import QueryGate
+from ragcache_retriever.embedding.computation import Computation
 from ragcache_retriever.embedding.embedder import Tokens, Vectors
 from ragcache_retriever.embedding.local_model import MAX_URGENT_TEXTS, LocalModel
 from tests.kit.embedding_models import POOLING, write_model_files
@@ -33,7 +34,7 @@ PROMPTS = {"query": "query: ", "document": "doc: "}
 
 @contextlib.asynccontextmanager
 async def embedder(folder: Path, gate: QueryGate | None = None) -> AsyncIterator[LocalModel]:
-    made = LocalModel(lambda: folder, gate or QueryGate(), 2, "float32")
+    made = LocalModel(lambda: folder, gate or QueryGate(), 2, Computation(precision="float32"))
     await made.start()
     try:
         yield made

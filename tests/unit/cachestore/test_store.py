@@ -265,12 +265,12 @@ def test_a_value_is_written_to_disk_once(tmp_path: Path) -> None:
         written = 0
         write = store.disk_tier.write
 
-        def counted(extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
+        def counted(extents: Sequence[Extent], views: Sequence[memoryview], *rest: Any) -> None:
             nonlocal written
             written += 1
-            write(extents, views)
+            write(extents, views, *rest)
 
-        store.disk_tier.write = counted  # type: ignore[method-assign]
+        store.disk_tier.write = counted  # type: ignore[method-assign,assignment]
         for number in range(4):
             put(store, key(number), value(PAGE, number))
         store.mover.writer.flush()
@@ -527,12 +527,12 @@ def test_a_durable_put_that_is_replaced_waits_for_the_new_value(
     with opened(tmp_path, flush=False) as store:
         entered, gate, write = threading.Event(), threading.Event(), store.disk_tier.write
 
-        def slow(extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
+        def slow(extents: Sequence[Extent], views: Sequence[memoryview], *rest: Any) -> None:
             entered.set()
             assert gate.wait(TIMEOUT_S)
-            write(extents, views)
+            write(extents, views, *rest)
 
-        store.disk_tier.write = slow  # type: ignore[method-assign]
+        store.disk_tier.write = slow  # type: ignore[method-assign,assignment]
         outcomes: list[PutOutcome] = []
         putting = threading.Thread(
             target=lambda: outcomes.append(
@@ -554,11 +554,11 @@ def test_a_replaced_value_stays_on_disk_until_the_new_one_is_written(tmp_path: P
         put(store, key(1), b"worse", ack=Ack.DURABLE, exact=False)
         gate, write = threading.Event(), store.disk_tier.write
 
-        def slow(extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
+        def slow(extents: Sequence[Extent], views: Sequence[memoryview], *rest: Any) -> None:
             assert gate.wait(TIMEOUT_S)
-            write(extents, views)
+            write(extents, views, *rest)
 
-        store.disk_tier.write = slow  # type: ignore[method-assign]
+        store.disk_tier.write = slow  # type: ignore[method-assign,assignment]
         assert put(store, key(1), b"better") is PutOutcome.STORED
         assert get(store, key(1)) == b"better"
         for number in range(2, 20):  # no other value gets the extents of the old one
@@ -701,12 +701,12 @@ def test_a_delete_refuses_a_put_that_is_being_written(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         entered, gate, write = threading.Event(), threading.Event(), store.disk_tier.write
 
-        def slow(extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
+        def slow(extents: Sequence[Extent], views: Sequence[memoryview], *rest: Any) -> None:
             entered.set()
             assert gate.wait(TIMEOUT_S)
-            write(extents, views)
+            write(extents, views, *rest)
 
-        store.disk_tier.write = slow  # type: ignore[method-assign]
+        store.disk_tier.write = slow  # type: ignore[method-assign,assignment]
         outcomes: list[PutOutcome] = []
         putting = threading.Thread(
             target=lambda: outcomes.append(put(store, key(1), b"abc", ack=Ack.DURABLE))

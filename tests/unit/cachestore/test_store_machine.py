@@ -23,6 +23,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Tier
 from ragcache_core.store_api import Ack, AsOf, Deletion, PutOutcome
+from ragcache_wire.watched.key_lines import DiskKeys
 from tests.kit.store import (
     checksummed_parts,
     completion,
@@ -55,15 +56,20 @@ class StoreMachine(RuleBasedStateMachine):
         admission=st.sampled_from(["always", "second-touch"]),
         memory_pages=st.integers(4, 8),
         disk_pages=st.sampled_from([4, 8, 64]),
+        encrypts=st.booleans(),
     )
-    def open(self, leaves_only: bool, admission: str, memory_pages: int, disk_pages: int) -> None:
+    def open(
+        self, leaves_only: bool, admission: str, memory_pages: int, disk_pages: int, encrypts: bool
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp())
+        (self.folder / "disk.key").write_text("11" * 32)
         self.settings = {
             "memory_bytes": memory_pages * PAGE,
             "disk_bytes": disk_pages * PAGE,
             "admission": admission,
             "leaves_only": leaves_only,
             "policy": "lru",
+            "disk_keys": DiskKeys(self.folder / "disk.key") if encrypts else None,
         }
         self.store = Store(self.folder, StoreOptions(**self.settings))  # type: ignore[arg-type]
         self.seed = 0

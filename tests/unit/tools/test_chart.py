@@ -43,7 +43,12 @@ EVERYTHING: Object = {
         "repository": "mirror/ragcache",
         "tag": "1.2.3",
         "digest": f"sha256:{'0' * 64}",
-        "digests": {"engine": f"sha256:{'1' * 64}", "tools": f"sha256:{'2' * 64}"},
+        "digests": {
+            "engine": f"sha256:{'1' * 64}",
+            "engine-cuda": f"sha256:{'3' * 64}",
+            "retriever-cuda": f"sha256:{'4' * 64}",
+            "tools": f"sha256:{'2' * 64}",
+        },
         "pullPolicy": "Always",
     },
     "imagePullSecrets": [{"name": "pull"}],
@@ -333,6 +338,8 @@ def test_a_digest_of_the_chart_pins_the_image_of_a_component() -> None:
     placement = Installation(config, Capabilities.latest(), keys).placement(cache, "uid")
     images = "registry.example:5000/mirror/ragcache"
     assert placement.image("engine") == f"{images}/engine@sha256:{'1' * 64}"
+    assert placement.image("engine-cuda") == f"{images}/engine-cuda@sha256:{'3' * 64}"
+    assert placement.image("retriever-cuda") == f"{images}/retriever-cuda@sha256:{'4' * 64}"
     assert placement.image("tools") == f"{images}/tools@sha256:{'2' * 64}"
     assert placement.image("gateway") == f"{images}/gateway:1.2.3"
     assert placement.issuer_networks == ("10.2.0.0/16",)
@@ -399,6 +406,12 @@ def test_with_given_namespaces_nothing_else_can_be_written() -> None:
             if role["metadata"].get("namespace") == namespace
         }
         assert named == everywhere
+
+
+def test_the_operator_may_list_nodes_where_the_values_say_so() -> None:
+    objects = render({"rbac": {"readNodes": True}})
+    found = [rule for role, rule in rules(objects) if role["kind"] == "ClusterRole"]
+    assert found == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]}]
 
 
 def _without_name(rule: Object) -> tuple[tuple[str, ...], ...]:

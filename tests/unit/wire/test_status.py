@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -30,7 +31,13 @@ from ragcache_kv.values.outgoing_value import ReadyValue
 from ragcache_wire.clients.engine_client import EngineClient
 from ragcache_wire.clients.retriever_client import RetrieverClient
 from ragcache_wire.server import GrpcServer
-from ragcache_wire.status import DETAIL_KEY, RETRY_AFTER_S, NoAnswer, from_rpc_error
+from ragcache_wire.status import (
+    DETAIL_KEY,
+    MAX_TEXT_BYTES,
+    RETRY_AFTER_S,
+    NoAnswer,
+    from_rpc_error,
+)
 from ragcache_wire.v1 import (
     cachestore_pb2,
     cachestore_pb2_grpc,
@@ -177,6 +184,22 @@ async def test_an_error_of_an_upload_is_raised_again(error: RagCacheError) -> No
             await put
         assert_same(raised.value, error)
         client.close()
+
+
+@pytest.mark.parametrize("character", ["a", "%", "\x01", "é", "語", "🦊"])
+async def test_an_error_that_repeats_a_long_text_stays_the_error(character: str) -> None:
+    """gRPC ends calls with more metadata than it takes as if the service were overloaded."""
+    error = InvalidInput(*(character * 6000 for _ in range(3)))
+    async with engine(error) as client:
+        with pytest.raises(RagCacheError) as raised:
+            await client.request_record("r", LIMIT_S)
+    assert type(raised.value) is InvalidInput
+    for text in (raised.value.field, raised.value.problem, raised.value.fix):
+        start = text.removesuffix("...")
+        assert start != text
+        assert set(start) == {character}
+        assert len(json.dumps(text)) <= MAX_TEXT_BYTES
+        assert len(start) > MAX_TEXT_BYTES / 20
 
 
 async def test_a_bug_of_the_server_is_not_reported_as_invalid_input(

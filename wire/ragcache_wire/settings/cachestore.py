@@ -15,6 +15,7 @@ from ragcache_core.identity.variant import Precision
 from ragcache_core.storage.extents import PAGE_BYTES
 from ragcache_wire.settings.field_types import (
     Address,
+    DiskKeyFile,
     HttpUrl,
     LogForm,
     LogLevel,
@@ -81,6 +82,12 @@ class CacheStoreSettings(PartSettings):
     """Size of the memory tier. Its pages are taken as they are first written to, and kept."""
     disk_bytes: _TierBytes = setting(spec="spec.cacheStore.disk.size")
     """Size of the disk tier. The store leaves 64 MiB of the volume free besides."""
+    disk_key_file: DiskKeyFile | None = setting(
+        None, internal="The operator mounts the Secret of spec.cacheStore.encryption."
+    )
+    """Keys that encrypt the values on disk. The first one encrypts, and each one decrypts. The file
+    is read again when it changes. Values without their key, and plain ones, are dropped at the
+    start. Without it, values on disk are plain."""
     policy: PolicyName = setting(DEFAULT_POLICY, spec="spec.cacheStore.policy")
     """What a full tier evicts first."""
     admission: Literal["always", "second-touch", "score"] = setting(

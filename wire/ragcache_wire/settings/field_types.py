@@ -16,7 +16,9 @@ from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.plan.signature import parse_keys
 from ragcache_wire.peers.certificates import Certificates
 from ragcache_wire.settings.table import Accepts, variable
+from ragcache_wire.watched.key_lines import DiskKeys
 from ragcache_wire.watched.members import Members, members_from
+from ragcache_wire.watched.server_certificate import ServerCertificate
 from ragcache_wire.watched.signing_keys import SigningKeys
 
 _UNITS: Final = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
@@ -100,12 +102,29 @@ def _signing_keys(value: SigningKeys | str, info: ValidationInfo) -> SigningKeys
     return SigningKeys(Path(value))
 
 
+def _disk_keys(value: DiskKeys | str) -> DiskKeys:
+    if not isinstance(value, str):
+        return value
+    if not os.path.isabs(value):
+        raise ValueError("not an absolute path")
+    return DiskKeys(Path(value))
+
+
 def _certificates(value: Certificates | str) -> Certificates:
     if not isinstance(value, str):
         return value
     if not os.path.isabs(value):
         raise ValueError("not an absolute path")
     return Certificates(Path(value))
+
+
+def _server_certificate(value: ServerCertificate | str, info: ValidationInfo) -> ServerCertificate:
+    if not isinstance(value, str):
+        return value
+    if not os.path.isabs(value):
+        raise ValueError("not an absolute path")
+    assert info.field_name is not None
+    return ServerCertificate(Path(value), variable(info.field_name))
 
 
 def _store_key(value: StoreKey | str, info: ValidationInfo) -> StoreKey:
@@ -209,8 +228,18 @@ SigningKeyFile = Annotated[
     PlainValidator(_signing_keys),
     Accepts("the absolute path of a file with one key a line (hex or base64, 32 bytes or more)"),
 ]
+DiskKeyFile = Annotated[
+    DiskKeys,
+    PlainValidator(_disk_keys),
+    Accepts("the absolute path of a file with one key a line (hex or base64, 32 bytes or more)"),
+]
 CertificateFolder = Annotated[
     Certificates,
     PlainValidator(_certificates),
     Accepts("the absolute path of a folder with tls.crt, tls.key and ca.crt in PEM"),
+]
+ServerCertificateFolder = Annotated[
+    ServerCertificate,
+    PlainValidator(_server_certificate),
+    Accepts("the absolute path of a folder with tls.crt and tls.key in PEM"),
 ]

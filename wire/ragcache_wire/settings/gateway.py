@@ -31,6 +31,7 @@ from ragcache_wire.settings.field_types import (
     Origins,
     Seconds,
     SecondsOrZero,
+    ServerCertificateFolder,
     ShardMembers,
     Share,
     SigningKeyFile,
@@ -210,6 +211,11 @@ class GatewaySettings(PartSettings):
     admin_listen: Address | None = setting(None, internal="The operator chooses the port.")
     """Second address, which serves every path. Without it, the first address does. With it, the
     first one serves questions, searches, models and health alone."""
+    server_tls_dir: ServerCertificateFolder | None = setting(
+        None, internal="The operator mounts the Secret of spec.gateway.tls."
+    )
+    """Folder with the certificate that both addresses show to clients, and its key. Then they serve
+    HTTPS alone. The folder is read again when it changes. Without it, they serve plain HTTP."""
     retriever: Address = setting(internal="The operator knows the retriever's Service.")
     """Address of the retriever's gRPC server."""
     engines: Annotated[

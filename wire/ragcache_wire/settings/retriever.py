@@ -97,6 +97,11 @@ class RetrieverSettings(PartSettings):
     )
     """Batches that an embedder in the retriever computes at once, each on one core. By default one
     per usable core, at most 8."""
+    device: Literal["cpu", "cuda"] = setting(
+        "cpu", internal="The operator derives it from spec.retriever.gpu."
+    )
+    """Where an embedder and a cross-encoder in the retriever compute. cuda needs an NVIDIA GPU and
+    torch's build for it. Vectors are searched on the processor."""
     chunk_tokens: Count = setting(256, spec="spec.retriever.chunking.size")
     """Most tokens of a chunk, in collections that set no chunking."""
     chunk_overlap_tokens: Count = setting(32, spec="spec.retriever.chunking.overlap")

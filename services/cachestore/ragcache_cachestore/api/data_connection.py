@@ -116,14 +116,14 @@ class HeaderCache:
     def get(self, lease: ReadLease) -> bytes:
         """Return an encoded LeasedValue with only the header."""
         known = self._encoded.get(lease.variant.key)
-        if known is not None and known[0] is lease.variant.parts and known[1] is lease.tier:
+        if known is not None and known[0] is lease.variant.parts and known[1] is lease.source:
             return known[2]
         # The index is 0, because the position among the answers names the request's key.
         header = to_value_header(0, lease.header)
         encoded = pb.LeasedValue(header=header).SerializeToString()
         if len(self._encoded) >= MAX_HEADERS:
             self._encoded.clear()
-        self._encoded[lease.variant.key] = (lease.variant.parts, lease.tier, encoded)
+        self._encoded[lease.variant.key] = (lease.variant.parts, lease.source, encoded)
         return encoded
 
 
@@ -312,7 +312,7 @@ class DataConnection(threading.Thread):
                     if isinstance(one, Miss):
                         count_miss(span, one)
                     else:
-                        count_hit(span, one.tier, one.variant.info.num_bytes)
+                        count_hit(span, one.source, one.variant.info.num_bytes)
             reply = pb.DataGetReply()
             for one in answers:
                 self._add_answer(reply, one)
@@ -373,14 +373,14 @@ class DataConnection(threading.Thread):
         for lease, opened_at in own:
             self._leases.pop(lease.id, None)
             if lease.id in expired:
-                self._store.reads.note_timed_out(lease.tier)
+                self._store.reads.note_timed_out(lease.source)
             elif lease.id not in corrupt:
                 # The client may have sent the release later, and reports one time for all values.
                 taken_s = message.seconds if message.seconds > 0 else now - opened_at
                 share = lease.variant.info.num_bytes / total_bytes
                 seconds = min(taken_s, now - opened_at) * share
                 self._store.reads.note_sent(
-                    lease.tier, self._transport, lease.variant.info.num_bytes, seconds
+                    lease.source, self._transport, lease.variant.info.num_bytes, seconds
                 )
         if corrupt:
             self.channel.send(FrameKind.RELEASED)

@@ -28,6 +28,7 @@ from ragcache_cachestore.storage.checksums import PartChecksums
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry.exporter import count_hit, count_miss
 from ragcache_core.errors import InvalidInput, Unavailable
+from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss
 from ragcache_core.storage.extents import Extent
 from ragcache_core.store_api import (
@@ -256,7 +257,7 @@ class CacheStoreService:
                 for index, (key, use) in enumerate(zip(keys, uses, strict=True)):
                     began = time.monotonic()
                     slot.ends_in(LEASE_S)
-                    (lease,) = opened = self._store.reads.open([key], exact, domain)
+                    (lease,) = opened = await self._open(key, exact, domain)
                     self._store.reads.note_opened(opened, [use])
                     if isinstance(lease, Miss):
                         count_miss(span, lease)
@@ -285,9 +286,15 @@ class CacheStoreService:
                             self._run_in(self._reads, release).add_done_callback(_log_failure)
                     seconds = time.monotonic() - began
                     self._store.reads.note_sent(
-                        lease.tier, TRANSPORT, lease.variant.info.num_bytes, seconds
+                        lease.source, TRANSPORT, lease.variant.info.num_bytes, seconds
                     )
-                    count_hit(span, lease.tier, lease.variant.info.num_bytes)
+                    count_hit(span, lease.source, lease.variant.info.num_bytes)
+
+    async def _open(self, key: VariantKey, exact: bool, domain: str) -> list[ReadLease | Miss]:
+        """Open a value, in a thread if that may read the disk."""
+        if not self._store.mover.decrypts:
+            return self._store.reads.open([key], exact, domain)
+        return await self._run_in(self._reads, lambda: self._store.reads.open([key], exact, domain))
 
     async def _piece(self, lease: ReadLease, extent: Extent, sums: PartChecksums) -> bytes:
         """Return an encoded GetPart with the bytes of a short extent of a leased value."""

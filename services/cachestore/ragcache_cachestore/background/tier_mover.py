@@ -22,6 +22,7 @@ from ragcache_cachestore.background.write_back import WriteBack
 from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_cachestore.state.store_state import StoreState
 from ragcache_cachestore.storage.checksums import first_corrupt_part, read_slices
+from ragcache_cachestore.storage.disk_cipher import DiskCipher
 from ragcache_cachestore.storage.disk_tier import DiskTier
 from ragcache_cachestore.storage.disk_variant import DiskVariant
 from ragcache_cachestore.storage.memory_tier import MemoryTier
@@ -31,6 +32,7 @@ from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.storage.extents import PAGE_BYTES
+from ragcache_wire.telemetry.catalogue.cachestore import Undecrypted
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,9 @@ UNWRITTEN_SHARE = 0.25
 class TierMover:
     """Moves the values of one store.
 
+    Args:
+        cipher: Encrypts every value on disk. None: values on disk are plain.
+
     Attributes:
         writer: The threads that write values to disk. ``close`` ends them.
         promoter: The threads that copy values into memory. ``close`` ends them.
@@ -64,8 +69,10 @@ class TierMover:
         memory_tier: MemoryTier,
         disk_tier: DiskTier,
         metadata: MetadataDb,
+        cipher: DiskCipher | None = None,
     ) -> None:
         self._state = state
+        self._cipher = cipher
         self._memory_tier = memory_tier
         self._disk_tier = disk_tier
         self._metadata = metadata
@@ -221,19 +228,23 @@ class TierMover:
         Raises:
             Unavailable: The disk refuses or is full.
         """
-        metadata = DiskVariant(
-            extents=copy.extents,
-            info=variant.info,
-            shape=variant.shape,
-            parts=variant.parts,
-            origin=variant.origin,
-            value_format=variant.value_format,
-            delete_sequence=variant.delete_sequence,
-            put_order=variant.identity,
-            tag=variant.tag,
-        )
+        name, cipher = variant.key.to_bytes(), self._cipher
+        encryptor = None if cipher is None else cipher.encryption(name)
         try:
-            self._disk_tier.write(copy.extents, views)
+            self._disk_tier.write(copy.extents, views, encryptor)
+            copy.encryption = None if encryptor is None else encryptor.end()
+            metadata = DiskVariant(
+                extents=copy.extents,
+                info=variant.info,
+                shape=variant.shape,
+                parts=variant.parts,
+                origin=variant.origin,
+                value_format=variant.value_format,
+                delete_sequence=variant.delete_sequence,
+                put_order=variant.identity,
+                tag=variant.tag,
+                encryption=copy.encryption,
+            )
             with self._metadata_lock:
                 with self._state.lock:
                     # Otherwise this could overwrite newer metadata of the same key.
@@ -330,7 +341,7 @@ class TierMover:
         self._memory_tier.grow(target.extents)
         began = time.monotonic()
         views = self._memory_tier.views(target.extents)
-        intact = self._disk_tier.read_into(source.extents, views)
+        intact = self._read_disk(variant, source, views)
         seconds = time.monotonic() - began
         intact = intact and first_corrupt_part(variant.parts, views) is None
         if not intact:
@@ -356,6 +367,32 @@ class TierMover:
 
     # Reads and verification
 
+    def decrypt(self, variant: CatalogVariant) -> TierCopy | None:
+        """Decrypt a value on disk into memory for readers, which never get the bytes of the file.
+
+        Returns the copy with one reference. It belongs to no variant, so its pages are free after
+        the last read. None: the value is gone or cannot be decrypted, or memory has no room.
+        """
+        with self._state.lock:
+            source = variant.disk
+            if source is None or not self._state.catalog.contains(variant):
+                return None
+            target = self.try_allocate_in_memory(source.num_bytes)
+            if target is None:
+                return None
+            source.ref_count += 1
+        self._memory_tier.grow(target.extents)
+        intact = self._read_disk(variant, source, self._memory_tier.views(target.extents))
+        if not intact:
+            self.drop_corrupt(variant, source)
+        with self._state.lock:
+            self._state.disk.release(source)
+            if not intact:
+                self._state.memory.release(target)
+                self._state.memory_freed.notify_all()
+        self.try_free_dropped_copies()
+        return target if intact else None
+
     def read_copy(self, variant: CatalogVariant) -> bytearray | None:
         """Return a verified copy of a value, or None if it is gone or corrupt."""
         with self._state.lock:
@@ -365,11 +402,14 @@ class TierMover:
             copy.ref_count += 1
         value = bytearray(copy.num_bytes)
         target = memoryview(value)
-        offset = 0
-        for piece in self._pieces(tier, copy):
-            target[offset : offset + len(piece)] = piece
-            offset += len(piece)
-        intact = offset == len(value) and first_corrupt_part(variant.parts, [target]) is None
+        if tier is Tier.DISK:
+            intact = self._read_disk(variant, copy, [target])
+        else:
+            intact, offset = True, 0
+            for piece in self._memory_tier.views(copy.extents):
+                target[offset : offset + len(piece)] = piece
+                offset += len(piece)
+        intact = intact and first_corrupt_part(variant.parts, [target]) is None
         if not intact:
             self.drop_corrupt(variant, copy)
         with self._state.lock:
@@ -377,6 +417,44 @@ class TierMover:
             self._state.memory_freed.notify_all()
         self.try_free_dropped_copies()
         return value if intact else None
+
+    def _read_disk(
+        self, variant: CatalogVariant, copy: TierCopy, views: Sequence[memoryview]
+    ) -> bool:
+        """Read a copy on disk, and decrypt it. Return whether that has succeeded."""
+        if not self._disk_tier.read_into(copy.extents, views):
+            return False
+        reason = self.unreadable(copy)
+        if reason is None and copy.encryption is not None and self._cipher is not None:
+            name = variant.key.to_bytes()
+            reason = (
+                None if self._cipher.decrypt(name, copy.encryption, views) else Undecrypted.CHANGED
+            )
+        if reason is not None:
+            self._state.telemetry.undecrypted(reason, 1)
+            log.error(
+                "disk tier: cannot decrypt variant=%s reason=%s",
+                variant.key.to_bytes().hex(),
+                reason.value,
+            )
+        return reason is None
+
+    def unreadable(self, copy: TierCopy) -> Undecrypted | None:
+        """Return why a copy on disk cannot be read with the keys that the store has."""
+        if copy.encryption is None:
+            return None if self._cipher is None else Undecrypted.PLAIN
+        if self._cipher is None or not self._cipher.has_key_of(copy.encryption):
+            return Undecrypted.NO_KEY
+        return None
+
+    @property
+    def decrypts(self) -> bool:
+        """Whether values on disk are encrypted, so that clients read them from memory alone."""
+        return self._cipher is not None
+
+    def erase_free(self) -> None:
+        """Return the free pages of the file to the volume, because they may have plain values."""
+        self._disk_tier.punch_free(self._state.lock, if_low=False)
 
     def _pieces(self, tier: Tier, copy: TierCopy) -> Iterable[memoryview]:
         if tier is Tier.MEMORY:

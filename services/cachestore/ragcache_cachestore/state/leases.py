@@ -16,7 +16,10 @@ class ReadLease:
     """A copy of a value that a client may read in its tier. The parts follow one another.
 
     Attributes:
+        tier: Where the copy is.
         copy: In the memory tier or in the file of values.
+        source: The tier that the value was in before this read. An encrypted value on disk is
+            decrypted into memory, where the client reads it.
         expires_at: On the store's clock. A slower reader notices by the checksums.
     """
 
@@ -25,6 +28,7 @@ class ReadLease:
     tier: Tier
     copy: TierCopy
     expires_at: float
+    source: Tier
 
     @property
     def on_disk(self) -> bool:
@@ -40,7 +44,7 @@ class ReadLease:
             variant.parts,
             variant.shape,
             variant.value_format,
-            self.tier,
+            self.source,
             variant.tag,
         )
 
@@ -58,10 +62,21 @@ class LeaseTable:
     def __contains__(self, lease_id: object) -> bool:
         return lease_id in self._leases
 
-    def grant(self, variant: CatalogVariant, tier: Tier, copy: TierCopy, now: float) -> ReadLease:
-        """Add a lease, which counts as one reference to copy."""
+    def grant(
+        self,
+        variant: CatalogVariant,
+        tier: Tier,
+        copy: TierCopy,
+        now: float,
+        source: Tier | None = None,
+    ) -> ReadLease:
+        """Add a lease, which counts as one reference to copy.
+
+        Args:
+            source: None: the tier of the copy.
+        """
         copy.ref_count += 1
-        lease = ReadLease(self._next_id, variant, tier, copy, now + LEASE_S)
+        lease = ReadLease(self._next_id, variant, tier, copy, now + LEASE_S, source or tier)
         self._next_id += 1
         self._leases[lease.id] = lease
         return lease

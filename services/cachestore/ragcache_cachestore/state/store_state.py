@@ -33,6 +33,7 @@ from ragcache_core.store_api import (
     StoredVariant,
     Tombstone,
 )
+from ragcache_wire.watched.key_lines import DiskKeys
 
 MAX_CLOCK_SKEW_MS = 2000
 """How far the clock of a gateway may be ahead of the store's."""
@@ -59,6 +60,7 @@ class StoreOptions:
         wall_ms: Returns the Unix time in milliseconds.
         free_bytes: Returns the free bytes of the folder's volume.
         max_tombstone_bytes: Bound of the memory for tombstones.
+        disk_keys: Encrypt the values on disk. None: they are plain.
     """
 
     memory_bytes: int
@@ -71,6 +73,7 @@ class StoreOptions:
     wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
     free_bytes: Callable[[], int] | None = None
     max_tombstone_bytes: int = MAX_TOMBSTONE_BYTES
+    disk_keys: DiskKeys | None = None
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from ragcache_cachestore.storage.disk_cipher import SLICE_BYTES, ValueEncryption, slices
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.storage.extents import PAGE_BYTES, Extent, ExtentAllocator
 
@@ -91,8 +92,16 @@ class DiskTier:
                 "RAGCACHE_DATA_DIR", f"{path} cannot be opened: {error}", "name a writable folder"
             ) from error
 
-    def write(self, extents: Sequence[Extent], views: Sequence[memoryview]) -> None:
+    def write(
+        self,
+        extents: Sequence[Extent],
+        views: Sequence[memoryview],
+        encryption: ValueEncryption | None = None,
+    ) -> None:
         """Write views one after another to extents of the same total length.
+
+        Args:
+            encryption: Encrypts what is written. None: it is written as it is.
 
         Raises:
             Unavailable: The disk is full or fails. The content of extents is then undefined.
@@ -100,7 +109,10 @@ class DiskTier:
         needed = self._claim_room(extents)
         try:
             for extent, part in _cut(extents, views):
-                self._write_all(extent.offset, part)
+                if encryption is None:
+                    self._write_all(extent.offset, part)
+                else:
+                    self._write_encrypted(extent.offset, part, encryption)
         except OSError as error:
             full = error.errno in {errno.ENOSPC, errno.EDQUOT}
             raise Unavailable(
@@ -130,16 +142,17 @@ class DiskTier:
         if self._free_bytes() < LOW_BYTES:
             self._punch(extents)
 
-    def punch_free(self, lock: AbstractContextManager[object]) -> None:
-        """Return all free extents to the volume if it runs low. Failures are ignored.
+    def punch_free(self, lock: AbstractContextManager[object], *, if_low: bool = True) -> None:
+        """Return all free extents to the volume. Failures are ignored.
 
         The sweeper calls this now and then, for extents that were freed while the volume had space.
 
         Args:
             lock: Guards the allocator. It is not held during system calls. Instead, a small share
                 of the free pages is reserved for each call.
+            if_low: Only if the volume runs low.
         """
-        if self._free_bytes() >= LOW_BYTES:
+        if if_low and self._free_bytes() >= LOW_BYTES:
             return
         with lock:
             runs = self.allocator.free_extents()
@@ -204,6 +217,16 @@ class DiskTier:
                 raise OSError(errno.EIO, "nothing was written")
             offset += written
             views = _rest(views, written)
+
+    def _write_encrypted(
+        self, offset: int, views: list[memoryview], encryption: ValueEncryption
+    ) -> None:
+        buffer = memoryview(bytearray(min(SLICE_BYTES, max(map(len, views), default=0))))
+        for piece in slices(views):
+            target = buffer[: len(piece)]
+            encryption.encrypt(piece, target)
+            self._write_all(offset, [target])
+            offset += len(piece)
 
     def _read_all(self, offset: int, views: list[memoryview]) -> bool:
         while views:

@@ -6,6 +6,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from ragcache_cachestore.storage.disk_cipher import PARAMS_BYTES, EncryptionParams
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.identity.variant import (
     TAG_BYTES,
@@ -30,7 +31,7 @@ _SHAPE = struct.Struct("<III")
 _PAIR = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<H")
 
-_EXACT, _SHAPED, _PARENTED, _RIGHTS, _WRITTEN, _TAGGED = 1, 2, 4, 8, 16, 32
+_EXACT, _SHAPED, _PARENTED, _RIGHTS, _WRITTEN, _TAGGED, _ENCRYPTED = 1, 2, 4, 8, 16, 32, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class DiskVariant:
         delete_sequence: The store's last delete when the variant was put.
         put_order: Ascends with every put.
         tag: As the client put it (``ragcache_kv.values.tags``).
+        encryption: Of an encrypted value. None: the value is plain.
     """
 
     extents: tuple[Extent, ...]
@@ -55,6 +57,7 @@ class DiskVariant:
     delete_sequence: int
     put_order: int
     tag: bytes = b""
+    encryption: EncryptionParams | None = None
 
     def to_bytes(self) -> bytes:
         """Encode: fixed fields, lists, then texts with their lengths."""
@@ -66,6 +69,7 @@ class DiskVariant:
             | _RIGHTS * bool(influence.rights)
             | _WRITTEN * bool(influence.writer)
             | _TAGGED * bool(self.tag)
+            | _ENCRYPTED * (self.encryption is not None)
         )
         out = [
             _HEAD.pack(
@@ -88,6 +92,8 @@ class DiskVariant:
         out += [_PAIR.pack(extent.offset, extent.num_bytes) for extent in self.extents]
         out += [_PAIR.pack(part.num_bytes, part.checksum) for part in self.parts]
         out += (*self.origin.prefix_chunks, influence.rights, influence.writer, self.tag)
+        if self.encryption is not None:
+            out.append(self.encryption.to_bytes())
         if self.origin.parent is not None:
             out.append(self.origin.parent.to_bytes())
         if self.shape is not None:
@@ -135,6 +141,9 @@ class DiskVariant:
         writer = reader.take(KEY_BYTES) if flags & _WRITTEN else b""
         influence = Influence(rights, writer, num_head)
         tag = reader.take(TAG_BYTES) if flags & _TAGGED else b""
+        encryption = (
+            EncryptionParams.from_bytes(reader.take(PARAMS_BYTES)) if flags & _ENCRYPTED else None
+        )
         parent = VariantKey.from_bytes(reader.take(2 * KEY_BYTES)) if flags & _PARENTED else None
         dimensions = reader.unpack(_SHAPE) if flags & _SHAPED else None
         precision = Precision.parse(reader.text())
@@ -159,6 +168,7 @@ class DiskVariant:
             delete_sequence,
             put_order,
             tag,
+            encryption,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ragcache_cachestore.storage.disk_cipher import EncryptionParams
 from ragcache_core.eviction import EvictionPolicy
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.sizing import LOW_WATERMARK
@@ -16,6 +17,7 @@ class TierCopy:
     """One copy of a value in one tier.
 
     Attributes:
+        encryption: Of an encrypted copy on disk. None: the copy is plain.
         ref_count: The variant, each lease and each task that moves the bytes count as one
             reference. The pages are freed with the last reference, so no write overwrites bytes
             that a client reads.
@@ -24,6 +26,7 @@ class TierCopy:
     extents: tuple[Extent, ...]
     num_bytes: int
     ref_count: int = 1
+    encryption: EncryptionParams | None = None
 
     @property
     def in_use(self) -> bool:

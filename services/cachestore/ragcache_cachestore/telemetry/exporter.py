@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from ragcache_core.identity.variant import Miss, Tier
 from ragcache_core.store_api import Ack, PutOutcome
 from ragcache_wire.telemetry.catalogue import cachestore as rows
+from ragcache_wire.telemetry.catalogue.cachestore import Undecrypted
 from ragcache_wire.telemetry.metric_registry import (
     Level,
     MetricRegistry,
@@ -43,6 +44,7 @@ class Telemetry:
         self._misses = _Children(registry.counter(rows.MISSES))
         self._reported_uses = _Children(registry.counter(rows.USES_REPORTED))
         self._orphans = registry.counter(rows.ORPHANS)
+        self._undecrypted = _Children(registry.counter(rows.UNDECRYPTED))
         self._puts = _Children(registry.counter(rows.PUTS))
         self._written_bytes = _Children(registry.counter(rows.WRITE_SIZE))
         self._write_seconds = _Children(registry.histogram(rows.WRITE_DURATION))
@@ -90,6 +92,10 @@ class Telemetry:
     def orphans_dropped(self, count: int) -> None:
         """Count variants that were dropped because their parent is gone."""
         self._orphans.inc(count)
+
+    def undecrypted(self, reason: Undecrypted, count: int) -> None:
+        """Count values on disk that were dropped because no key decrypts them."""
+        self._undecrypted.of(reason.value).inc(count)
 
     def put(
         self, outcome: PutOutcome, ack: Ack, transport: str, num_bytes: int, seconds: float

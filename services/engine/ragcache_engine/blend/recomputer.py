@@ -71,14 +71,14 @@ def access_model(runner: Any, block_size: int) -> LoadedModel:
     if len(groups) != 1:
         raise ValueError(f"its layers attend in {len(groups)} ways")
     group = groups[0]
-    kernel_block_size = group.kernel_block_size or group.kv_cache_spec.block_size
-    if block_size % kernel_block_size or group.kernel_block_stride:
+    # vLLM's own builder has the block size of the kernel, under one name in all its versions.
+    kernel_spec = group.get_metadata_builder().kv_cache_spec
+    kernel_block_size = kernel_spec.block_size
+    is_packed = getattr(group, "kernel_block_stride", 0)  # vLLM 0.31 packs no layers
+    if block_size % kernel_block_size or is_packed:
         raise ValueError(f"its kernel has blocks of {kernel_block_size}, its cache of {block_size}")
     builder = group.backend.get_builder_cls()(
-        group.kv_cache_spec.copy_with_new_block_size(kernel_block_size),
-        group.layer_names,
-        runner.vllm_config,
-        runner.device,
+        kernel_spec, group.layer_names, runner.vllm_config, runner.device
     )
     return LoadedModel(
         forward=runner.model,

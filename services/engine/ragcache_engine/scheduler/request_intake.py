@@ -20,7 +20,7 @@ from ragcache_core.plan.segments import (
     handoff_segments,
     plain_domain,
 )
-from ragcache_core.plan.signature import SIGNATURE_FIELD, is_signed
+from ragcache_core.plan.signature import SIGNATURE_FIELD, is_timely, signed_until_s
 from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.scheduler.lookup import LookupExecutor
 from ragcache_engine.scheduler.request import NewRequest, RequestState
@@ -150,7 +150,10 @@ class RequestIntake:
         if signature is None:
             return RefusalReason.UNSIGNED
         keys = self._settings.signing_key_file.current()
-        return None if is_signed(plan, token_ids, signature, keys) else RefusalReason.FORGED
+        until_s = signed_until_s(plan, token_ids, signature, keys)
+        if until_s is None:
+            return RefusalReason.FORGED
+        return None if is_timely(until_s, time.time()) else RefusalReason.EXPIRED
 
 
 class RefusalReason(StrEnum):
@@ -158,6 +161,7 @@ class RefusalReason(StrEnum):
 
     UNSIGNED = "unsigned"
     FORGED = "forged"  # the signature is not a gateway's, or belongs to another plan or prompt
+    EXPIRED = "expired"  # signed too long ago, or the clocks differ by more than a minute
     INVALID = "invalid"
 
 

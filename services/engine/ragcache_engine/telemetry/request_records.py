@@ -23,6 +23,7 @@ from ragcache_engine.telemetry.engine_feed import EngineFeed
 from ragcache_wire.channel import SERVER_OPTIONS
 from ragcache_wire.feeds.engine_load import to_load_message
 from ragcache_wire.feeds.feed_cursor import HEARTBEAT_S, FeedCursor
+from ragcache_wire.message_check import BlockingMessageInterceptor
 from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
 from ragcache_wire.peers.peer_access import PeerGuard
 from ragcache_wire.peers.peer_channel import add_port
@@ -288,7 +289,8 @@ def serve_records(
     # A watch occupies a thread, which waits most of the time.
     threads = futures.ThreadPoolExecutor(RECORD_THREADS + MAX_WATCHERS, "records")
     admission = BlockingPeerInterceptor(PeerGuard(credentials.keys, listen))
-    server = grpc.server(threads, interceptors=[admission], options=SERVER_OPTIONS)
+    interceptors = [admission, BlockingMessageInterceptor()]
+    server = grpc.server(threads, interceptors=interceptors, options=SERVER_OPTIONS)
     servicer = _EngineServicer(records, costs, feed or EngineFeed())
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
     add_port(server, listen, credentials)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from pathlib import Path
 from typing import Final
 
+from ragcache_core.access.audit import LINE_START
+from ragcache_core.access.audit_files import FULL_DIGITS, AuditFile, files_to_delete
 from ragcache_core.errors import InvalidInput
 from ragcache_wire.settings import GatewaySettings
+
+log = logging.getLogger(__name__)
 
 STDOUT: Final = "stdout"
 NUM_FILES: Final = 8
@@ -64,10 +69,11 @@ class FileSink(StreamSink):
     """Appends to a file, and makes each write durable.
 
     A full file gets the time of its end in its name, and the oldest ones are deleted. A file that
-    another program has moved is left alone, and a new one begins.
+    another program has moved is left alone, and a new one begins. At the start and with each new
+    file, files of gateways that have stopped are deleted (``audit_files``).
 
     Args:
-        max_bytes: Most bytes of all files.
+        max_bytes: Most bytes of all files, and also of those of all stopped gateways together.
 
     Raises:
         InvalidInput: The file cannot be opened.
@@ -75,6 +81,7 @@ class FileSink(StreamSink):
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
+        self._max_bytes = max_bytes
         self._file_bytes = max_bytes // NUM_FILES
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -82,6 +89,7 @@ class FileSink(StreamSink):
         except OSError as error:
             fix = "name a file in a folder that the gateway can write, or stdout"
             raise InvalidInput(_SETTING, f"cannot be opened: {error}", fix) from error
+        self._delete_left()
 
     def close(self) -> None:
         """Close the file."""
@@ -104,16 +112,29 @@ class FileSink(StreamSink):
         self._descriptor = descriptor
         for one in self._full_files()[: -(NUM_FILES - 1)]:
             one.unlink(missing_ok=True)
+        self._delete_left()
+
+    def _delete_left(self) -> None:
+        """Delete files of stopped gateways. A file that is no audit log stays."""
+        try:
+            paths = {one.stem: one for one in self._path.parent.glob(f"*{self._path.suffix}")}
+            files = [_file_of(one) for one in paths.values() if _is_audit_log(one)]
+            left = files_to_delete(files, self._path.stem, time.time(), self._max_bytes)
+            for one in left:
+                paths[one.stem].unlink(missing_ok=True)
+                log.info("audit: deleted a file of a stopped gateway file=%s", one.stem)
+        except OSError as error:
+            log.warning("audit: files of stopped gateways not deleted error=%s", error)
 
     def _sync(self) -> None:
         os.fdatasync(self._descriptor)
 
     def _full_name(self) -> str:
         # Digits of one length, so that names sort by time.
-        return f"{self._path.stem}-{time.time_ns():020d}{self._path.suffix}"
+        return f"{self._path.stem}-{time.time_ns():0{FULL_DIGITS}d}{self._path.suffix}"
 
     def _full_files(self) -> list[Path]:
-        digits = "[0-9]" * 20
+        digits = "[0-9]" * FULL_DIGITS
         return sorted(self._path.parent.glob(f"{self._path.stem}-{digits}{self._path.suffix}"))
 
 
@@ -124,6 +145,19 @@ def audit_sink(settings: GatewaySettings) -> StreamSink | None:
     if settings.audit == STDOUT:
         return StreamSink(1)
     return FileSink(Path(settings.audit), settings.audit_max_bytes)
+
+
+def _file_of(path: Path) -> AuditFile:
+    found = path.stat(follow_symlinks=False)
+    return AuditFile(path.stem, found.st_size, found.st_mtime)
+
+
+def _is_audit_log(path: Path) -> bool:
+    """Whether a file begins with a line of an audit log."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as opened:
+        return opened.read(len(LINE_START)) == LINE_START
 
 
 def _open(path: Path) -> int:

@@ -112,7 +112,7 @@ class ApiKeys:
         """Return the caller of a key, or None for an unknown key."""
         found = self._file.current().find(key) or self._builtin.find(key)
         if found is None and self._is_signed is not None:
-            return collection_caller(key, self._is_signed)
+            return collection_caller(key, self._is_signed, time.time())
         return found
 
     def token_caller(self, issuer: TokenIssuer, claims: Mapping[str, Any]) -> Caller:

@@ -35,6 +35,7 @@ from ragcache_gateway.engines.completion import (
     request_id_headers,
     usage_of,
     with_number,
+    with_signature,
     without_plan,
     without_text,
 )
@@ -225,7 +226,7 @@ class Engine:
         self._failures = metrics.engine_failures.labels(address)
         # An engine of others gets no token.
         credentials = NO_CREDENTIALS if records is None else settings.credentials
-        self._tokens = PeerTokens(credentials.keys)
+        self._tokens, self._plan_keys = PeerTokens(credentials.keys), credentials.keys
         self._records = None if self.records is None else EngineClient(self.records, credentials)
         self._connections = EngineConnections(
             address,
@@ -473,6 +474,8 @@ class Engine:
 
         def encode() -> tuple[str, bytes]:
             sent = _body_for(api, body)
+            if api == "ragcache" and self._plan_keys is not None:
+                sent = with_signature(sent, self._plan_keys.current()[0], time.time())
             if self._served_name is not None:
                 sent["model"] = self._served_name
             return endpoint_of(sent), encode_body(sent)

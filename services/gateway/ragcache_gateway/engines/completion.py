@@ -24,7 +24,6 @@ from ragcache_core.scheduling.priority import QueuePosition
 from ragcache_gateway.prompts.builder import AnswerPrompt, TemplateFrame
 from ragcache_gateway.prompts.prompt_text import PromptText
 from ragcache_gateway.prompts.reuse_mode import ServedModel
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 ENGINE = "engine"
 
@@ -139,7 +138,7 @@ def completion_body(
         "max_tokens": max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
-        TRANSFER_PARAMS: transfer_params(plan, token_ids, model.plan_keys),
+        TRANSFER_PARAMS: {"ragcache": plan.encode()},
         "temperature": 0.0,
         **({PROMPT_TEXT: text} if text is not None else {}),
     }
@@ -167,9 +166,7 @@ def client_body(
     return body
 
 
-def with_prompt(
-    body: dict[str, Any], prompt: AnswerPrompt, plan: ReusePlan, keys: SigningKeys | None
-) -> dict[str, Any]:
+def with_prompt(body: dict[str, Any], prompt: AnswerPrompt, plan: ReusePlan) -> dict[str, Any]:
     """Return a client's body with the prompt that the gateway has built, and its plan.
 
     A chat has messages instead of a prompt. vLLM takes the token ids of a chat's prompt from the
@@ -177,18 +174,16 @@ def with_prompt(
     reasoning, and applies response formats, as the rest of the request says.
     """
     ids = prompt.prompt.token_ids
-    params = transfer_params(plan, ids, keys)
+    params = {"ragcache": plan.encode()}
     body = {**body, PROMPT_TEXT: prompt.text}
     if "messages" in body:
         return {**body, TRANSFER_PARAMS: {**params, PROMPT_TOKEN_IDS: ids}}
     return {**body, "prompt": ids, TRANSFER_PARAMS: params}
 
 
-def with_plan(body: dict[str, Any], plan: ReusePlan, keys: SigningKeys | None) -> dict[str, Any]:
+def with_plan(body: dict[str, Any], plan: ReusePlan) -> dict[str, Any]:
     """Return a body with another plan for its prompt."""
-    params = body[TRANSFER_PARAMS]
-    ids = params.get(PROMPT_TOKEN_IDS, body.get("prompt"))
-    return {**body, TRANSFER_PARAMS: {**params, **transfer_params(plan, ids, keys)}}
+    return {**body, TRANSFER_PARAMS: {**body[TRANSFER_PARAMS], "ragcache": plan.encode()}}
 
 
 def with_engine_controls(
@@ -246,15 +241,20 @@ def _to_array(ids: object) -> npt.NDArray[np.uint32]:
     return ids.array
 
 
-def transfer_params(
-    plan: ReusePlan, token_ids: Sequence[int], keys: SigningKeys | None
-) -> dict[str, Any]:
-    """Make a completion's kv_transfer_params: the plan for a prompt, signed if there are keys."""
-    encoded = plan.encode()
-    if keys is None:
-        return {"ragcache": encoded}
-    signature = sign(encoded, token_ids, keys.current()[0])
-    return {"ragcache": encoded, SIGNATURE_FIELD: signature}
+def with_signature(body: dict[str, Any], key: bytes, now_s: float) -> dict[str, Any]:
+    """Return a body whose plan is signed for its prompt. One without a plan stays as it is.
+
+    Args:
+        body: As it is sent now.
+        key: Signing key.
+        now_s: Unix time.
+    """
+    params = body.get(TRANSFER_PARAMS, {})
+    plan = params.get("ragcache", NO_REUSE)
+    if plan == NO_REUSE:
+        return body
+    ids = params.get(PROMPT_TOKEN_IDS, body.get("prompt"))
+    return {**body, TRANSFER_PARAMS: {**params, SIGNATURE_FIELD: sign(plan, ids, key, now_s)}}
 
 
 def prefill_body(body: Mapping[str, Any], position: QueuePosition) -> dict[str, Any]:

@@ -21,16 +21,13 @@ import orjson
 
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.packed_ids import PackedIds
-from ragcache_core.plan.signature import SIGNATURE_FIELD, sign
 from ragcache_gateway.engines.completion import (
     ENGINE,
     PROMPT_TOKEN_IDS,
     TRANSFER_PARAMS,
     Usage,
-    plan_of,
     text_of,
 )
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 MAX_RESUMPTIONS: Final = 2
 """An answer that so many further engines have lost ends with an error."""
@@ -92,15 +89,12 @@ def with_token_ids(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "return_token_ids": True}
 
 
-def continued_body(
-    body: Mapping[str, Any], token_ids: Sequence[int], keys: SigningKeys | None
-) -> dict[str, Any] | None:
+def continued_body(body: Mapping[str, Any], token_ids: Sequence[int]) -> dict[str, Any] | None:
     """Return the body that continues an answer; None: it has no tokens left.
 
     Args:
         body: Of the answer.
         token_ids: The answer so far.
-        keys: Keys that sign reuse plans; None: plans carry no signature.
     """
     continued = dict(body)
     for name in _LENGTH_FIELDS:
@@ -112,8 +106,6 @@ def continued_body(
     is_chat = PROMPT_TOKEN_IDS in params
     prompt = params[PROMPT_TOKEN_IDS] if is_chat else body["prompt"]
     whole = PackedIds.join([prompt, token_ids])
-    if keys is not None:
-        params[SIGNATURE_FIELD] = sign(str(plan_of(body)), whole, keys.current()[0])
     if is_chat:
         params[PROMPT_TOKEN_IDS] = whole
     else:

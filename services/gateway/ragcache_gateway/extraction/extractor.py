@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ from ragcache_core.documents.formats import DocumentFormat
 from ragcache_core.errors import InvalidInput, TooLarge, Unavailable
 from ragcache_gateway.extraction.extracted import ExtractedText
 from ragcache_wire.sandbox import bare_environment
+
+log = logging.getLogger(__name__)
 
 NUM_PROCESSES: Final = 2
 """One long document does not delay all others."""
@@ -182,6 +185,8 @@ async def _exchange(process: Process, request: dict[str, Any], content: bytes) -
     process.stdin.write(content)
     await process.stdin.drain()
     header = await _read_line(process)
+    if errors := header.pop("errors"):
+        log.warning("extraction: the reader of a document wrote errors=%s", errors)
     if "num_bytes" not in header:
         return header
     answer: dict[str, Any] = json.loads(await process.stdout.readexactly(header["num_bytes"]))

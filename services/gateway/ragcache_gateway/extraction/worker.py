@@ -7,7 +7,8 @@ of this process, which later children inherit. What a child has written when it 
 dropped.
 
 A request is a line of JSON and then the document. An answer is a line of JSON with the problem, or
-with the length of the JSON object that follows it.
+with the length of the JSON object that follows it. It also has the beginning of what the child has
+written to its standard error.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from ragcache_gateway.extraction.office import read_office
 from ragcache_gateway.extraction.pdf import read_pdf
 from ragcache_gateway.extraction.restructured import read_restructured
 from ragcache_gateway.extraction.tables import read_csv
+from ragcache_wire.child_errors import ChildErrors
 from ragcache_wire.sandbox import Sandbox
 
 _INPUT, _OUTPUT, _ERRORS = 0, 1, 2
@@ -77,23 +79,27 @@ def main() -> None:
 
 def _extract_in_child(request: dict[str, Any], sandbox: Sandbox) -> None:
     document, answer = os.memfd_create("document"), os.memfd_create("answer")
+    errors = ChildErrors()
     try:
         _receive(document, request["num_bytes"])
         child = os.fork()
         if not child:
             # Nothing of the parent may run in the child, not even its exception handlers.
+            os.dup2(errors.descriptor, _ERRORS)
             os._exit(_run_child(request, document, answer, sandbox))
         _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
         if code in (_DONE, _REFUSED):
             num_bytes = os.fstat(answer).st_size
-            _answer({"num_bytes": num_bytes})
+            _answer({"num_bytes": num_bytes, "errors": errors.text()})
             sent = 0
             while sent < num_bytes:
                 sent += os.sendfile(_OUTPUT, answer, sent, num_bytes - sent)
         else:
-            _answer({"ended": _CAUSES.get(code, f"status {code}")})
+            cause = _CAUSES.get(code, f"status {code}")
+            _answer({"ended": cause, "errors": errors.text()})
     finally:
+        errors.close()
         os.close(document)
         os.close(answer)
 

@@ -94,14 +94,25 @@ def limited_protocol(protocol: type[Any], limits: ConnectionLimits) -> type[asyn
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            port = int((transport.get_extra_info("sockname") or ("", 0))[1])
-            address = str((transport.get_extra_info("peername") or ("",))[0])
-            if not limits.enter(port, address):
-                transport.write(_REFUSAL)
-                transport.close()
-                return
-            self._counted = port, address
+            if self._counted is None:
+                port = int((transport.get_extra_info("sockname") or ("", 0))[1])
+                address = str((transport.get_extra_info("peername") or ("",))[0])
+                if not limits.enter(port, address):
+                    transport.write(_REFUSAL)
+                    transport.close()
+                    return
+                self.take_count(port, address)
             self._start_header()
+
+        def take_count(self, port: int, address: str) -> None:
+            """Take over the count of a connection that was counted before its handshake."""
+            self._counted = port, address
+
+        def end_count(self) -> None:
+            """Count the end of the connection, once."""
+            if self._counted is not None:
+                limits.leave(*self._counted)
+                self._counted = None
 
         def data_received(self, data: bytes) -> None:
             if self._counted is None:
@@ -114,9 +125,7 @@ def limited_protocol(protocol: type[Any], limits: ConnectionLimits) -> type[asyn
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._end_header()
-            if self._counted is not None:
-                limits.leave(*self._counted)
-                self._counted = None
+            self.end_count()
             super().connection_lost(exc)
 
         def _start_header(self) -> None:

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
-from typing import Final
+from typing import Final, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -16,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ragcache_gateway.http.client_writer import CLIENT_CONNECTION, ClientConnection
 from ragcache_gateway.http.connection_limits import ConnectionLimits, limited_protocol
+from ragcache_gateway.http.tls_listener import CountedProtocol, TlsListener
 from ragcache_wire.settings import GatewaySettings
 from ragcache_wire.settings.field_types import split_address
 
@@ -56,21 +58,44 @@ class DrainingServer(uvicorn.Server):
 
     Args:
         drain_s: Time between SIGTERM and the stop. 0: stop at once.
+        listen: Begins to accept connections of a socket, with what makes their protocols, in place
+            of uvicorn. None: uvicorn does.
     """
 
-    def __init__(self, config: uvicorn.Config, drain: Drain, drain_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        drain: Drain,
+        drain_s: float,
+        listen: Callable[[socket.socket, Callable[[], CountedProtocol]], TlsListener] | None = None,
+    ) -> None:
         super().__init__(config)
         self._drain = drain
         self._drain_s = drain_s
+        self._listen = listen
+        self._listeners: list[TlsListener] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to serve."""
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        if self._listen is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        self._listeners = [self._listen(one, self._make_protocol) for one in sockets or ()]
+
+    def _make_protocol(self) -> CountedProtocol:
+        """Return the protocol of a new connection, as uvicorn makes it."""
+        make = cast("Callable[..., CountedProtocol]", self.config.http_protocol_class)
+        return make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the requests in flight, then close what they use."""
+        for listener in self._listeners:
+            await listener.close()
         grace_s = self.config.timeout_graceful_shutdown or 0
         wait_s = grace_s - min(_MAX_END_S, grace_s / 4)
         cut = asyncio.get_running_loop().call_later(wait_s, self._cut_requests)
@@ -124,6 +149,7 @@ def build_server(
     app: ASGIApp, settings: GatewaySettings, connections: ConnectionLimits, drain: Drain
 ) -> DrainingServer:
     """Build a server that is ready to run."""
+    certificate = settings.server_tls_dir
     return DrainingServer(
         uvicorn.Config(
             app,
@@ -141,4 +167,5 @@ def build_server(
         ),
         drain,
         settings.drain_s,
+        None if certificate is None else partial(TlsListener, certificate, connections),
     )

@@ -52,9 +52,9 @@ async def route(
     wait_s = min(wait_s, MAX_HANDOFF_WAIT_S)
 
     def make() -> Route:
-        whole, keys = ReusePlan.decode(plan_of(body)), services.model.plan_keys
+        whole = ReusePlan.decode(plan_of(body))
         prefilled, decoded = (
-            with_plan(body, replace(whole, handoff=part, handoff_wait_s=wait_s), keys)
+            with_plan(body, replace(whole, handoff=part, handoff_wait_s=wait_s))
             for part in (Handoff.PREFILL, Handoff.DECODE)
         )
         prefilled = prefill_body(prefilled, queue_position(services, planned))

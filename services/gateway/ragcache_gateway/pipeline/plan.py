@@ -210,7 +210,7 @@ def _engine_request(
     )
     if question.is_trial:
         body |= FIRST_TOKEN_LOGPROBS
-    body = with_prompt(body, prompt, reuse_plan, services.model.plan_keys)
+    body = with_prompt(body, prompt, reuse_plan)
     # No other request has this salt, so the engine's own prefix cache cannot hit either.
     separated = question.reuse.mode == "off" or question.is_trial
     salt = request_id if separated else caller.cache_salt

@@ -121,7 +121,7 @@ async def _resume(
     """Start an answer at another engine. Raises the loss if there is none, or no way to do it."""
     body: dict[str, Any] | None = answer.planned.request.body
     if sent.way is Resumption.CONTINUE:
-        body = continued_body(answer.planned.request.body, sent.token_ids, services.model.plan_keys)
+        body = continued_body(answer.planned.request.body, sent.token_ids)
     if body is None or sent.has_more or not services.engines.healthy:
         raise lost
     log.warning(

@@ -53,5 +53,5 @@ def _load(settings: GatewaySettings, number: int) -> ModelRuntime:
             "name a model whose chat template takes a system message",
         ) from error
     space = folder.space(model.dtype, settings.store_key_file, model.max_length)
-    served = ServedModel(model.name, model.max_length, space, settings.signing_key_file)
+    served = ServedModel(model.name, model.max_length, space)
     return ModelRuntime(number, served, prompts)

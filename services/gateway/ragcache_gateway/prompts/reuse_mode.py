@@ -10,7 +10,6 @@ from ragcache_core.identity.keys import KVSpace
 from ragcache_core.plan.prompt import plan_blend, plan_compute, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.quality.controller import AskedQuestion
-from ragcache_wire.watched.signing_keys import SigningKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +20,11 @@ class ServedModel:
         name: Name under which the engines serve the model.
         max_model_len: Most tokens of a prompt and its answer together.
         space: KV space of the model; only KV of one space can be exchanged.
-        plan_keys: Keys that sign reuse plans; None: plans carry no signature.
     """
 
     name: str
     max_model_len: int
     space: KVSpace
-    plan_keys: SigningKeys | None
 
 
 Mode = Literal["exact", "blend", "off"]

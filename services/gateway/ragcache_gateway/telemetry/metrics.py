@@ -210,8 +210,8 @@ class Metrics:
 
     def set_reader_protections(self, support: SandboxSupport) -> None:
         """Set which protections the processes have that read documents."""
-        self._reader_protections.labels("landlock").set(support.landlock > 0)
-        self._reader_protections.labels("seccomp").set(support.seccomp)
+        for name, has in support.protections.items():
+            self._reader_protections.labels(name).set(has)
 
     def set_sources(self, number: Mapping[tuple[str, str], int]) -> None:
         """Set how many sources the cache view has, by their kind and state."""

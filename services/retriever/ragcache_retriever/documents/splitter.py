@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import signal
 import sys
 from asyncio.subprocess import Process, SubprocessStreamProtocol
@@ -31,7 +32,10 @@ from ragcache_retriever.documents.chunking import Chunk
 from ragcache_retriever.documents.collection import Chunking
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
 from ragcache_wire.asking import asker
+from ragcache_wire.child_errors import ChildErrors
 from ragcache_wire.sandbox import bare_environment, sandbox_support
+
+log = logging.getLogger(__name__)
 
 LONG_DOCUMENT_CHARS = 1 << 18
 _WORKER = "ragcache_retriever.documents.splitter_worker"
@@ -132,6 +136,7 @@ class _Worker:
 
     process: Process
     transport: asyncio.SubprocessTransport
+    errors: ChildErrors
     is_ready: bool = False
 
 
@@ -182,6 +187,9 @@ class _SplitterProcess:
             # This kills the process. It also closes pipes with unread output, which would keep
             # the wait from its end.
             worker.transport.close()
+            if errors := worker.errors.text():
+                log.warning("splitter: the splitter of documents wrote errors=%s", errors)
+            worker.errors.close()
         return await worker.process.wait()
 
     async def _split(self, document_id: str, header: dict[str, Any], text: str) -> SplitDocument:
@@ -215,15 +223,19 @@ class _SplitterProcess:
 
     async def _start(self) -> _Worker:
         """Start the process. Raises OSError or EOFError if it does not become ready."""
-        loop = asyncio.get_running_loop()
-        transport, protocol = await loop.subprocess_exec(
-            lambda: SubprocessStreamProtocol(limit=_MAX_LINE_BYTES, loop=loop),
-            # -P: the working folder may have keys, and is no place of packages.
-            *(sys.executable, "-P", "-m", _WORKER),
-            stderr=None,
-            env=bare_environment(),
-        )
-        self._worker = worker = _Worker(Process(transport, protocol, loop), transport)
+        loop, errors = asyncio.get_running_loop(), ChildErrors()
+        try:
+            transport, protocol = await loop.subprocess_exec(
+                lambda: SubprocessStreamProtocol(limit=_MAX_LINE_BYTES, loop=loop),
+                # -P: the working folder may have keys, and is no place of packages.
+                *(sys.executable, "-P", "-m", _WORKER),
+                stderr=errors.descriptor,
+                env=bare_environment(),
+            )
+        except BaseException:
+            errors.close()
+            raise
+        self._worker = worker = _Worker(Process(transport, protocol, loop), transport, errors)
         identity = {"identity": self._tokenizer.identity}
         await _write(worker.process, identity, self._tokenizer.content)
         async for _ in _read_lines(worker.process):

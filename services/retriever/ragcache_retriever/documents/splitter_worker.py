@@ -23,6 +23,7 @@ from ragcache_retriever.concurrency.cpu import lower_priority
 from ragcache_retriever.documents.chunking import split_document
 from ragcache_retriever.documents.collection import Chunking
 from ragcache_retriever.documents.tokenizer import ServingTokenizer
+from ragcache_wire.child_errors import limit_own_errors
 from ragcache_wire.sandbox import Sandbox
 
 
@@ -32,6 +33,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     lower_priority()
+    limit_own_errors()
     Sandbox().enter({0, 1, 2})  # its input, its output and its errors
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     message = _read(source)

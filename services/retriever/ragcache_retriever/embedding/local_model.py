@@ -14,6 +14,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_retriever.concurrency.query_gate import QueryGate
 from ragcache_retriever.concurrency.threads import finish, run
 from ragcache_retriever.embedding.batch_threads import BatchLimits, BatchThreads
+from ragcache_retriever.embedding.computation import Computation, check_device
 from ragcache_retriever.embedding.embedder import (
     Embedder,
     Precision,
@@ -32,6 +33,7 @@ GPU_LIMITS = BatchLimits(1, 1, max_tokens=1 << 14, max_query_tokens=1 << 14)
 MAX_QUERY_THREADS = 4
 MAX_URGENT_TEXTS = 16
 """Most texts of one call that go before documents. More of them would pause ingestion for long."""
+_ON_CPU = Computation()
 _TOKENIZED_TEXTS = 512
 """Texts of one document that are tokenized and wait at once."""
 _MAX_WORD_PIECES = 512
@@ -47,8 +49,7 @@ class LocalModel(Embedder):
         find_folder: Returns the model's folder. It may download it.
         gate: Queries that pass it go before documents.
         num_threads: Batches that are embedded at once, each on one core.
-        precision: What it computes in. None: bfloat16 where the CPU multiplies it, else float32.
-            Retrieval is equally good with both, and their vectors are comparable.
+        computation: Device and precision.
         identity: Of the embedder. None: the fingerprint of the model's files.
         max_tokens: Most tokens of a text that it reads. None: as the model's files say.
     """
@@ -58,7 +59,7 @@ class LocalModel(Embedder):
         find_folder: Callable[[], Path],
         gate: QueryGate,
         num_threads: int,
-        precision: Precision | None = None,
+        computation: Computation = _ON_CPU,
         *,
         identity: str | None = None,
         max_tokens: int | None = None,
@@ -66,7 +67,7 @@ class LocalModel(Embedder):
         self._find_folder = find_folder
         self._gate = gate
         self._num_threads = num_threads
-        self._precision = precision
+        self._computation = computation
         self.identity = identity or ""
         self._max_tokens = max_tokens
         self.dimension = 0
@@ -112,16 +113,19 @@ class LocalModel(Embedder):
         # Importing torch takes seconds. Here, the event loop answers health checks meanwhile.
         import torch  # noqa: PLC0415
 
+        device = self._computation.device
+        check_device(device)
         files = read_model_files(self._find_folder())
         self._files = files
         self._tokenizer = _load_tokenizer(files.folder, self._max_tokens or files.max_tokens)
-        # Only the torch of the GPU image finds a device.
-        on_gpu = torch.cuda.is_available()
+        on_gpu = device == "cuda"
         # Each thread computes alone. Threads that share one batch wait for the slowest of them at
         # each step, which is 50 times slower next to a busy engine.
         torch.set_num_threads(1)
-        precision = self._precision or best_precision(on_gpu, torch.cpu.get_capabilities())
-        encoder = self._load_encoder(files, "cuda" if on_gpu else "cpu", precision)
+        precision = self._computation.precision or best_precision(
+            on_gpu, torch.cpu.get_capabilities()
+        )
+        encoder = self._load_encoder(files, device, precision)
         self.dimension = encoder.dimension
         self.identity = self.identity or f"model:{files.fingerprint}"
         num_query_batches = min(self._num_threads, MAX_QUERY_THREADS)
@@ -190,13 +194,13 @@ class MiniLM(LocalModel):
     """all-MiniLM-L6-v2, which a package of the Python index holds."""
 
     def __init__(
-        self, gate: QueryGate, num_threads: int, precision: Precision | None = None
+        self, gate: QueryGate, num_threads: int, computation: Computation = _ON_CPU
     ) -> None:
         super().__init__(
             _bundled_folder,
             gate,
             num_threads,
-            precision,
+            computation,
             identity="all-minilm-l6-v2",
             max_tokens=_MAX_WORD_PIECES,
         )

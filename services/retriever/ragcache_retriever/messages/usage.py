@@ -21,6 +21,9 @@ MAX_NAME_CHARS: Final = 512
 MAX_DELTAS: Final = 20_000
 """Most deltas of one call, and most names whose totals it asks for."""
 
+MAX_COUNT: Final = 1 << 40
+"""Of one minute. The database adds up millions of them in 64 bits."""
+
 MAX_UNIX_S: Final = 1 << 37
 """A time in the year 6325. Later years may have five digits."""
 
@@ -114,6 +117,12 @@ def rows_message(rows: Sequence[CountedUse], limit: int) -> pb.ListUsageReply:
 def _counted(path: str, delta: pb.UsageDelta) -> CountedUse:
     checked_names(path, (delta.tenant, delta.key, delta.model))
     minute = checked_time(f"{path}.minute_unix_s", delta.minute_unix_s)
+    for field, count in delta.counts.ListFields():
+        if count > MAX_COUNT:
+            problem = f"{count} is out of range"
+            raise InvalidInput(
+                f"{path}.counts.{field.name}", problem, f"send at most {MAX_COUNT} for a minute"
+            )
     counts: UsageCounts = counts_of(delta.counts)
     return CountedUse(minute, delta.tenant, delta.key, delta.model, counts)
 

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.retrieval.fusion import Scores
+from ragcache_retriever.embedding.computation import Device, check_device
 from ragcache_retriever.embedding.embedder import Embedder
 from ragcache_retriever.embedding.model_files import hub_reference
 
@@ -68,10 +69,11 @@ class CrossEncoderReranker(Reranker):
             loads the model, from safetensors alone and without code of the model's.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, device: Device = "cpu") -> None:
         # Importing torch takes seconds, and only this reranker needs it.
         from sentence_transformers import CrossEncoder  # noqa: PLC0415
 
+        check_device(device)
         try:
             name, commit = source, None
             if not Path(source).is_absolute():
@@ -79,6 +81,7 @@ class CrossEncoderReranker(Reranker):
             self._model: Any = CrossEncoder(
                 name,
                 revision=commit,
+                device=device,
                 trust_remote_code=False,
                 # Other formats are pickles, which run code when they are loaded.
                 model_kwargs={"use_safetensors": True},

@@ -31,7 +31,7 @@ from ragcache_cli.models.catalog import SMOLLM2
 from ragcache_cli.output.console import duration, printable
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.spec.manifest import parse_manifest
-from ragcache_operator.spec.ragcache import EngineSpec, RagCacheSpec
+from ragcache_operator.spec.ragcache import EngineSpec, GPUSpec, RagCacheSpec
 
 milliseconds = st.floats(0, 1e6)
 
@@ -166,6 +166,10 @@ def test_findings_come_with_a_fix_or_none() -> None:
     assert "kvMemory" in tight.fix
     theirs = RagCacheSpec(engines=(EngineSpec(url="http://vllm:8000"),))
     assert doctor.memory(theirs, 4 * gib).found == "4.0 GiB free, about 3.0 GiB needed"
+    on_gpu = RagCacheSpec(
+        engines=(EngineSpec.model_validate({"device": "cuda", "hostTier": "8Gi"}),)
+    )
+    assert doctor.memory(on_gpu, 64 * gib).found == "64.0 GiB free, about 21.0 GiB needed"
     assert doctor.disk(Path("data"), 50 * gib).is_well
     assert not doctor.disk(Path("data"), gib).is_well
     assert doctor.importable("json", "").is_well
@@ -210,6 +214,36 @@ def test_rendering_for_a_version_leaves_out_optional_apis(version: str) -> None:
 def test_a_version_that_is_not_supported_is_refused(version: str) -> None:
     with pytest.raises(InvalidInput, match=r"--kube-version: .*; write 1\.29 or newer"):
         capabilities_of(version)
+
+
+def test_the_doctor_compares_the_gpus_of_nodes_with_the_object() -> None:
+    gpu, mig = "nvidia.com/gpu", "nvidia.com/mig-3g.40gb"
+    engines = (
+        EngineSpec(name="a", device="cuda", replicas=2),
+        EngineSpec(name="b", device="cuda"),
+        EngineSpec(name="c", device="cuda", gpu=GPUSpec(resource=mig)),
+        EngineSpec(name="d"),
+    )
+    nodes = [{"status": {"allocatable": {gpu: "1"}}}, {"status": {"allocatable": {gpu: "1"}}}]
+    few, none = doctor.node_gpus(RagCacheSpec(engines=engines), nodes)
+    assert (few.what, few.found) == (gpu, "the nodes have 2, and the object asks for 3")
+    assert few.fix == "add nodes, or lower replicas"
+    assert none.found == "the nodes have 0, and the object asks for 1"
+    assert "device plugin" in none.fix
+    [enough] = doctor.node_gpus(RagCacheSpec(engines=engines[:1]), nodes)
+    assert enough.is_well
+    assert not list(doctor.node_gpus(RagCacheSpec(engines=engines[3:]), nodes))
+
+
+def test_the_doctor_says_that_this_machine_has_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "loads", doctor.Finding)
+    spec = RagCacheSpec(engines=(EngineSpec(device="cuda"),))
+    found = {one.what: one for one in doctor.examine(spec, tmp_path)}
+    assert "no NVIDIA GPU: nvidia-smi is not installed" in found["GPU"].found
+    assert found["CUDA"].fix == found["vllm"].fix == "pip install 'ragcache[engine-gpu]'"
 
 
 def test_the_doctor_finds_a_bundled_model_that_is_missing_or_damaged(

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
 from ragcache_cli.main import app
@@ -30,8 +32,12 @@ def size(model: object, *words: object, chunks: int = 100_000, rate: float = 2) 
     return CliRunner().invoke(app, [str(word) for word in given])
 
 
-def sizes(model: object = "smollm2", **demand: Any) -> dict[str, Any]:
-    result = size(model, "--output", "json", **demand)
+def sizes(
+    model: object = "smollm2", gpu_memory: str = "", weights: str = "", **demand: Any
+) -> dict[str, Any]:
+    words = ["--gpu-memory", gpu_memory] if gpu_memory else []
+    words += ["--weights", weights] if weights else []
+    result = size(model, "--output", "json", *words, **demand)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert isinstance(found, dict)
@@ -117,3 +123,47 @@ def test_mistakes_name_the_option() -> None:
     for refused in (size("smollm2", chunks=0), size("smollm2", rate=float("nan"))):
         assert refused.exit_code == 2
         assert "--chunks" in refused.stderr or "--rate" in refused.stderr
+
+
+def test_a_gpu_has_room_for_weights_and_kv(tmp_path: Path) -> None:
+    model = folder_with(LLAMA_8B, tmp_path)
+    found = sizes(model, gpu_memory="80Gi", weights="15Gi")
+    assert found["gpu"] == {
+        "engine_bytes": int(80 * GIB * 0.9),
+        "weights_bytes": 15 * GIB,
+        "kv_bytes": int(80 * GIB * 0.9) - 15 * GIB,
+        "requests_at_once": (int(80 * GIB * 0.9) - 15 * GIB) // (3328 * found["token_bytes"]),
+        "fits": True,
+    }
+    assert "gpu" not in {name for name, value in sizes(model).items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("memory", "kv_bytes", "requests", "verdict"),
+    [
+        ("24Gi", int(24 * GIB * 0.9) - 15 * GIB, 16, "fits: KV of 16 requests"),
+        ("16Gi", 0, 0, "TOO SMALL for 8 requests at once: KV of 0 requests"),
+    ],
+)
+def test_a_gpu_that_is_too_small_is_named(
+    tmp_path: Path, memory: str, kv_bytes: int, requests: int, verdict: str
+) -> None:
+    model = folder_with(LLAMA_8B, tmp_path)
+    found = sizes(model, gpu_memory=memory, weights="15Gi")["gpu"]
+    assert (found["kv_bytes"], found["requests_at_once"]) == (kv_bytes, requests)
+    assert found["fits"] is verdict.startswith("fits")
+    said = " ".join(size(model, "--gpu-memory", memory, "--weights", "15Gi").stdout.split())
+    assert verdict in said
+
+
+def test_weights_are_read_from_the_files_of_a_model(tmp_path: Path) -> None:
+    model = folder_with(LLAMA_8B, tmp_path)
+    without = size(model, "--gpu-memory", "24Gi")
+    assert "give --weights" in without.output
+    save_file({"w": np.zeros((1024, 512), np.float16)}, model / "model.safetensors")
+    assert sizes(model, gpu_memory="24Gi")["gpu"]["weights_bytes"] == 1024 * 512 * 2
+    assert sizes("smollm2", gpu_memory="1Gi")["gpu"]["weights_bytes"] == SMOLLM2.num_bytes
+
+
+def test_a_memory_that_is_no_size_is_refused() -> None:
+    assert "--gpu-memory" in size("smollm2", "--gpu-memory", "large").output

@@ -14,8 +14,8 @@ import pytest
 
 from ragcache_cli.local.component import LocalComponent, components_from
 from ragcache_cli.local.key_files import (
+    ensure_key,
     ensure_key_file,
-    ensure_store_key,
     plan_key_file,
     platform_key,
     read_api_key,
@@ -123,11 +123,11 @@ def test_a_key_is_new_each_time_and_nobody_elses(tmp_path: Path) -> None:
 
 def test_the_store_key_stays_as_the_values_do(tmp_path: Path) -> None:
     path = tmp_path / "store.key"
-    ensure_store_key(path)
+    ensure_key(path)
     first = path.read_bytes()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert len(parse_keys("key", first)) == 1
-    ensure_store_key(path)
+    ensure_key(path)
     assert path.read_bytes() == first
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ragcache_cli.models.number_type import read_cpu_features, use_fast_number_type
 from ragcache_operator.spec.manifest import load_manifest
-from ragcache_operator.spec.ragcache import RagCache
+from ragcache_operator.spec.ragcache import EngineSpec, RagCache
 
 QUICKSTART = Path(__file__).resolve().parents[4] / "examples" / "quickstart.yaml"
 AVX2 = {"avx2", "fma", "avx"}
@@ -38,6 +38,13 @@ def test_auto_is_float32_where_bfloat16_is_slow(features: set[str] | None, dtype
     after = use_fast_number_type(before, features)
     assert after.spec.model.dtype == dtype
     assert after.spec.engines == before.spec.engines
+
+
+def test_engines_on_gpus_compute_16_bits() -> None:
+    before = load_manifest(QUICKSTART)
+    engines = (EngineSpec(device="cuda"),)
+    on_gpu = before.model_copy(update={"spec": before.spec.model_copy(update={"engines": engines})})
+    assert use_fast_number_type(on_gpu, AVX2).spec.model.dtype == "auto"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -180,6 +180,7 @@ def test_a_caller_has_the_rules_of_its_tenant() -> None:
         (entry(scopes='["admin"]', filter='{ team = "a" }'), "keys[0].filter"),
         (entry(scopes='["ask", "write"]', filter='{ team = "a" }'), "keys[0].filter"),
         (entry() + entry(name='"b"'), "keys[1]"),
+        (f"keys = {'[' * 2000}{']' * 2000}", "keys"),
         (entry() + entry(hash=f'"{hash_text(OTHER)}"'), "keys[1]"),
     ],
 )
@@ -252,7 +253,7 @@ def is_signed(message: bytes, signature: bytes) -> bool:
 
 
 def test_a_collections_key_may_write_this_collection_only() -> None:
-    caller = collection_caller(collection_key("faq", sign), is_signed)
+    caller = collection_caller(collection_key("faq", 2000, sign), is_signed, 1999.9)
     assert caller is not None
     assert caller.scopes == {Scope.WRITE}
     assert caller.may_use("faq")
@@ -261,9 +262,17 @@ def test_a_collections_key_may_write_this_collection_only() -> None:
 
 @pytest.mark.parametrize("name", ["default", "faq-2", "f*", "*", "", "a.b", "x" * 64])
 def test_a_signature_is_of_one_collection(name: str) -> None:
-    key = collection_key("faq", sign).replace("sync.faq.", f"sync.{name}.")
-    assert collection_caller(key, is_signed) is None
-    assert collection_caller(KEY, is_signed) is None
+    key = collection_key("faq", 2000, sign).replace("sync.faq.", f"sync.{name}.")
+    assert collection_caller(key, is_signed, 1000) is None
+    assert collection_caller(KEY, is_signed, 1000) is None
+
+
+def test_a_collections_key_expires_when_it_says() -> None:
+    key = collection_key("faq", 2000, sign)
+    assert collection_caller(key, is_signed, 1999) is not None
+    assert collection_caller(key, is_signed, 2000) is None
+    for later in ("2001", "02000", "20000"):
+        assert collection_caller(key.replace(".2000.", f".{later}."), is_signed, 1000) is None
 
 
 @pytest.mark.parametrize("num_tenants", [0, 1, MAX_NAMED_TENANTS, MAX_NAMED_TENANTS + 1, 300])

@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.access.caller import ANYONE, Caller
-from ragcache_core.access.reader import EVERYONE, Reader, may_use, reader_of
+from ragcache_core.access.reader import EVERYONE, NOBODY, Reader, may_use, reader_of
 from ragcache_core.identity.variant import Influence
+from ragcache_core.plan.prompt import assemble
+from ragcache_core.plan.reuse_plan import ReusePlan
+from ragcache_core.quality.controller import AskedQuestion
 from ragcache_core.retrieval.filters import And, Exists, In, Not
 
 FILTERS = (None, Exists("a"), In("a", ("x",)), Not(Exists("a")), And((Exists("a"), Exists("b"))))
@@ -120,6 +123,18 @@ def test_a_caller_without_keys_reads_all() -> None:
     assert EVERYONE.reads_all
     assert not Caller("k", collections=("a",)).reader.reads_all
     assert not Caller("k", filter=Exists("a")).reader.reads_all
+
+
+@given(st.sets(chunks), influences(), prefixes)
+def test_nobody_uses_only_what_the_prompt_has(
+    present: set[bytes], influence: Influence, prefix: tuple[bytes, ...]
+) -> None:
+    """A plan has no more rights than it names."""
+    assert ReusePlan("r", "d", ()).reader == NOBODY
+    assert AskedQuestion(assemble([1], [], [2]), (), 0).reader == NOBODY
+    for own in (influence, Influence(NOBODY.rights, NOBODY.key, influence.num_head)):
+        assert not may_use(NOBODY, present, own, prefix, is_exact=False)
+    assert may_use(NOBODY, {*prefix}, influence, prefix, is_exact=True)
 
 
 def test_a_reader_has_two_digests() -> None:

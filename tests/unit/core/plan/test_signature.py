@@ -12,11 +12,20 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.keys import TokenIds
 from ragcache_core.plan.reuse_plan import Action, ReusePlan, Segment
-from ragcache_core.plan.signature import MAX_KEYS, MIN_KEY_BYTES, is_signed, parse_keys, sign
+from ragcache_core.plan.signature import (
+    MAX_KEYS,
+    MIN_KEY_BYTES,
+    is_timely,
+    parse_keys,
+    sign,
+    signed_until_s,
+)
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 TOKENS = list(range(100, 160))
+NOW_S = 1_700_000_000.5
 
 anything = st.recursive(
     st.none()
@@ -43,11 +52,15 @@ def plan() -> str:
     return ReusePlan("request-1", "public", segments, 1_700_000_000_000, 0.2).encode()
 
 
+def is_signed(plan: object, prompt: TokenIds, given: object, keys: list[bytes]) -> bool:
+    return signed_until_s(plan, prompt, given, keys) is not None
+
+
 @given(texts, prompts, keys)
 def test_a_signature_is_valid_for_any_form_of_the_tokens(
     plan: str, prompt: list[int], key: bytes
 ) -> None:
-    signature = sign(plan, prompt, key)
+    signature = sign(plan, prompt, key, NOW_S)
     assert is_signed(plan, np.array(prompt, np.uint32), signature, [key])
 
 
@@ -61,14 +74,14 @@ def test_a_signature_is_for_one_plan_one_prompt_and_one_key(
     other_key: bytes,
 ) -> None:
     assume(plan != other and prompt != other_prompt and key != other_key)
-    signature = sign(plan, prompt, key)
+    signature = sign(plan, prompt, key, NOW_S)
     assert not is_signed(other, prompt, signature, [key])
     assert not is_signed(plan, other_prompt, signature, [key])
     assert not is_signed(plan, prompt, signature, [other_key])
 
 
 def test_any_change_of_a_signed_plan_or_its_prompt_is_detected() -> None:
-    signature = sign(plan(), TOKENS, KEY)
+    signature = sign(plan(), TOKENS, KEY, NOW_S)
     assert is_signed(plan(), TOKENS, signature, [KEY])
     packed = base64.b64decode(plan())
     for at in range(len(packed)):
@@ -80,7 +93,7 @@ def test_any_change_of_a_signed_plan_or_its_prompt_is_detected() -> None:
     for prompt in (TOKENS[:-1], [*TOKENS, 0], [], TOKENS[::-1]):
         assert not is_signed(plan(), prompt, signature, [KEY])
     for at in range(len(signature)):
-        forged = signature[:at] + ("1" if signature[at] == "0" else "0") + signature[at + 1 :]
+        forged = signature[:at] + ("2" if signature[at] == "0" else "0") + signature[at + 1 :]
         assert not is_signed(plan(), TOKENS, forged, [KEY])
 
 
@@ -90,7 +103,7 @@ def test_arbitrary_input_is_not_signed(signature: object, plan: object, prompt: 
 
 
 def test_every_key_verifies_in_any_order() -> None:
-    signature = sign(plan(), TOKENS, KEY)
+    signature = sign(plan(), TOKENS, KEY, NOW_S)
     assert is_signed(plan(), TOKENS, signature, [OTHER_KEY, KEY])
     assert is_signed(plan(), TOKENS, signature, [KEY, OTHER_KEY])
     assert not is_signed(plan(), TOKENS, signature, [OTHER_KEY])
@@ -100,8 +113,26 @@ def test_every_key_verifies_in_any_order() -> None:
 def test_the_signature_is_the_documented_hmac() -> None:
     encoded = plan().encode()
     tokens = b"".join(token.to_bytes(4, "little") for token in TOKENS)
-    message = b"ragcache-plan-signature-2\0" + len(encoded).to_bytes(8, "little") + encoded + tokens
-    assert sign(plan(), TOKENS, KEY) == hmac.new(KEY, message, hashlib.sha256).hexdigest()
+    message = b"ragcache-plan-signature-3\0" + b"1700000030\0"
+    message += len(encoded).to_bytes(8, "little") + encoded + tokens
+    digest = hmac.new(KEY, message, hashlib.sha256).hexdigest()
+    assert sign(plan(), TOKENS, KEY, NOW_S) == f"1700000030.{digest}"
+
+
+def test_a_signature_has_its_time_for_clocks_that_differ_by_a_minute() -> None:
+    until_s = signed_until_s(plan(), TOKENS, sign(plan(), TOKENS, KEY, NOW_S), [KEY])
+    assert until_s == int(NOW_S) + 30
+    timely = [later for later in range(-120, 180) if is_timely(until_s, int(NOW_S) + later)]
+    assert timely == list(range(-60, 90))
+
+
+@given(st.integers(0, 10**12 - 1))
+def test_no_other_expiry_is_signed(expiry: int) -> None:
+    signature = sign(plan(), TOKENS, KEY, NOW_S)
+    own, _, digest = signature.partition(".")
+    assume(str(expiry) != own)
+    for text in (f"{expiry}.{digest}", f"0{own}.{digest}", f"{own}.{digest}\n", digest):
+        assert not is_signed(plan(), TOKENS, text, [KEY])
 
 
 written = keys.flatmap(

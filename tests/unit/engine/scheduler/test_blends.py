@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from harness.plans import blend_for_all
 from ragcache_core.blend.observation import ChunkObservation, observation_key
 from ragcache_core.blend.prefix_overlap import AttendedChunk
 from ragcache_core.cost.load_or_compute import TIMED_OUT_LOADS, ReuseOption
@@ -14,7 +15,7 @@ from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey, chunk_key
 from ragcache_core.identity.variant import Provenance, Tier, VariantInfo
-from ragcache_core.plan.prompt import Prompt, assemble, plan_blend
+from ragcache_core.plan.prompt import Prompt, assemble
 from ragcache_core.plan.reuse_plan import Action
 from ragcache_core.store_api import StoredVariant
 from ragcache_engine.protocol.messages import (
@@ -325,7 +326,7 @@ def test_chunks_are_observed_after_their_request_has_ended(engine: BlendHarness)
 def test_an_exact_segment_between_chunks_ends_the_observation(engine: BlendHarness) -> None:
     """No gateway makes such a plan, but any client of an engine without a key can."""
     prompt = make_prompt(*(range(n, n + 30) for n in range(100, 800, 100)))
-    plan = plan_blend(prompt, SPACE, "public", "r", 0.2)
+    plan = blend_for_all(prompt, SPACE, "public", "r", 0.2)
     blended = (1, 2, 6)
     segments = tuple(
         replace(segment, action=Action.BLEND if index in blended else Action.EXACT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -240,9 +241,12 @@ def strict(warm: SchedulerHarness, key_file: Path) -> SchedulerHarness:
     return engine
 
 
-def params(plan: ReusePlan, prompt: Prompt = PROMPT, key: bytes = KEY) -> dict[str, Any]:
+def params(
+    plan: ReusePlan, prompt: Prompt = PROMPT, key: bytes = KEY, age_s: float = 0.0
+) -> dict[str, Any]:
     plan_text = plan.encode()
-    return {"ragcache": plan_text, "ragcache_signature": sign(plan_text, prompt.token_ids, key)}
+    signature = sign(plan_text, prompt.token_ids, key, time.time() - age_s)
+    return {"ragcache": plan_text, "ragcache_signature": signature}
 
 
 def test_a_signed_plan_is_accepted(strict: SchedulerHarness) -> None:
@@ -266,6 +270,8 @@ FORGED: dict[str, tuple[dict[str, Any], RefusalReason]] = {
     "another domain": (params(OURS) | {"ragcache": THEIRS.encode()}, RefusalReason.FORGED),
     "no text": ({"ragcache": OURS.encode(), "ragcache_signature": [1]}, RefusalReason.FORGED),
     "no plan": ({"ragcache": 7, "ragcache_signature": "0" * 64}, RefusalReason.FORGED),
+    "old": (params(OURS, age_s=91), RefusalReason.EXPIRED),
+    "of the future": (params(OURS, age_s=-3600), RefusalReason.EXPIRED),
 }
 
 

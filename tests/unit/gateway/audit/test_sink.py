@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+from ragcache_core.access.audit import encode_line
+from ragcache_core.access.audit_files import STOPPED_S
 from ragcache_core.errors import InvalidInput
 from ragcache_gateway.audit.sink import NUM_FILES, FileSink, StreamSink
 
@@ -89,3 +92,34 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_setting(tmp_path: Pa
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInput, match="name a file in a folder"):
         FileSink(tmp_path / "file" / "g.jsonl", 1 << 20)
+
+
+def test_files_of_stopped_gateways_are_deleted_and_other_files_stay(tmp_path: Path) -> None:
+    line = encode_line({"action": "search"})
+    names = ["a", "a-01700000000000000000", "b", "other", "old"]
+    for age, name in enumerate(names):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_bytes(b"{}\n" if name == "other" else line * 10)
+        changed_s = time.time() - STOPPED_S * 2 + age
+        os.utime(path, (changed_s, changed_s))
+    target = tmp_path.parent / f"{tmp_path.name}-target"
+    target.write_bytes(line)
+    (tmp_path / "link.jsonl").symlink_to(target)
+    (tmp_path / "running.jsonl").write_bytes(line * 100)
+    sink = FileSink(tmp_path / "g.jsonl", 20 * len(line))
+    sink.close()
+    assert {one.stem for one in tmp_path.iterdir()} == {"b", "other", "old", "link", "running", "g"}
+    assert target.exists()
+
+
+def test_files_of_stopped_gateways_are_deleted_when_a_file_is_full(tmp_path: Path) -> None:
+    line = encode_line({"action": "search"})
+    sink = FileSink(tmp_path / "g.jsonl", NUM_FILES * len(line))
+    left = tmp_path / "a.jsonl"
+    left.write_bytes(line * (NUM_FILES + 1))
+    os.utime(left, (1, 1))
+    write(sink, line)
+    assert left.exists()
+    write(sink, line)
+    assert not left.exists()
+    sink.close()

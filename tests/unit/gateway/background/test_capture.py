@@ -14,7 +14,7 @@ from ragcache_gateway.prompts.reuse_mode import ServedModel
 from tests.unit.gateway.background.test_demand import question
 
 HEAD = (1, 2, 3)
-MODEL = ServedModel("m", 4096, KVSpace("m", 1, 1, 8, "bfloat16"), None)
+MODEL = ServedModel("m", 4096, KVSpace("m", 1, 1, 8, "bfloat16"))
 
 
 def chunk(name: str, num_tokens: int = 150, at_ms: int = 100) -> TokenizedPrefill:

@@ -60,7 +60,7 @@ def body_of(request: ChatRequest | CompletionRequest) -> dict[str, Any]:
     fields = client_body(
         request.engine_fields(), model="m", max_tokens_field=request.MAX_TOKENS_FIELD, max_tokens=3
     )
-    return with_prompt(fields, prompt_of([1, 2]), PLAN, None)
+    return with_prompt(fields, prompt_of([1, 2]), PLAN)
 
 
 @pytest.mark.parametrize(

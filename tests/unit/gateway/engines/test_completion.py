@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.identity.packed_ids import PackedIds
-from ragcache_core.plan.signature import is_signed
+from ragcache_core.plan.signature import signed_until_s
 from ragcache_core.scheduling.priority import GUESS_BAND, QueuePosition
 from ragcache_gateway.engines.completion import (
     PROMPT_TEXT,
@@ -21,12 +21,12 @@ from ragcache_gateway.engines.completion import (
     parse_event,
     plan_of,
     prefill_body,
-    transfer_params,
     with_prompt,
+    with_signature,
     without_plan,
+    without_reuse,
     without_text,
 )
-from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.gateway import band_of
 from tests.unit.gateway.chat.test_requests import PLAN, json_values, prompt_of
 
@@ -64,19 +64,23 @@ def test_a_refusal_has_the_engines_message_and_field() -> None:
     assert "top_k must be -1 or more" in str(error)
 
 
-def test_plans_are_signed_where_there_is_a_file_of_keys(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("ab" * 32 + "\n")
-    keys = SigningKeys(path)
-    params = transfer_params(PLAN, (1, 2), keys)
+@pytest.mark.parametrize("fields", [{}, {"messages": []}])
+def test_a_plan_is_signed_for_the_prompt_of_its_body(fields: dict[str, Any]) -> None:
+    key = bytes(32)
+    body = with_signature(with_prompt(fields, prompt_of([1, 2]), PLAN), key, now_s=1000)
+    params = body["kv_transfer_params"]
     assert params["ragcache"] == PLAN.encode()
-    assert is_signed(params["ragcache"], [1, 2], params["ragcache_signature"], keys.current())
-    assert transfer_params(PLAN, (1, 2), None) == {"ragcache": PLAN.encode()}
+    signature = params["ragcache_signature"]
+    assert signed_until_s(params["ragcache"], [1, 2], signature, [key]) == 1030
+    later = with_signature(body, key, now_s=2000)["kv_transfer_params"]["ragcache_signature"]
+    assert signed_until_s(params["ragcache"], [1, 2], later, [key]) == 2030
+    for unplanned in ({"prompt": "text"}, without_reuse({"prompt": "text"})):
+        assert with_signature(unplanned, key, now_s=1000) == unplanned
 
 
 def test_a_body_for_an_engine_without_ragcache_has_the_prompt_and_no_controls_of_ours() -> None:
     chat = {"messages": [], "cache_salt": "tenant:a", "priority": -7}
-    body = with_prompt(chat, prompt_of([1, 2]), PLAN, None)
+    body = with_prompt(chat, prompt_of([1, 2]), PLAN)
     assert without_plan(without_text(body)) == {
         "messages": [],
         "cache_salt": "tenant:a",

@@ -41,7 +41,7 @@ def test_a_chat_has_messages_and_no_field_of_vllm(stream: bool) -> None:
     fields = client_body(
         request.engine_fields(), model="m", max_tokens_field="max_completion_tokens", max_tokens=3
     )
-    body = with_prompt(fields, prompt_of([1, 2]), PLAN, None)
+    body = with_prompt(fields, prompt_of([1, 2]), PLAN)
     text = PromptText("Be brief.\n\n", "", (Turn("user", "Where?"),))
     sent = openai_body({**body, PROMPT_TEXT: text, "cache_salt": "a", "priority": 3})
     usage = {"stream_options": {"include_usage": True}} if stream else {}

@@ -71,12 +71,12 @@ def test_without_ids_of_tokens_an_answer_is_generated_again_or_not_at_all() -> N
 def test_a_continued_prompt_ends_with_the_answer_so_far() -> None:
     params = {"ragcache": "plan", PROMPT_TOKEN_IDS: PackedIds.of([1, 2])}
     body = {**GREEDY, "max_tokens": 5, TRANSFER_PARAMS: params}
-    continued = continued_body(body, [7, 8], None)
+    continued = continued_body(body, [7, 8])
     assert continued is not None
     assert continued["max_tokens"] == 3
     assert list(continued[TRANSFER_PARAMS][PROMPT_TOKEN_IDS]) == [1, 2, 7, 8]
     assert list(body[TRANSFER_PARAMS][PROMPT_TOKEN_IDS]) == [1, 2], "the first body is unchanged"
-    assert continued_body(body, range(5), None) is None, "no token is left"
+    assert continued_body(body, range(5)) is None, "no token is left"
 
 
 def test_tokens_without_text_are_generated_again() -> None:

@@ -15,7 +15,7 @@ from ragcache_wire.v1 import retriever_pb2 as pb
 
 SPACE = KVSpace("model", num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16")
 DOMAIN = "public"
-MODEL = ServedModel("name", 1024, SPACE, None)
+MODEL = ServedModel("name", 1024, SPACE)
 
 
 def tokens(*ids: int) -> ChunkTokens:

@@ -320,7 +320,7 @@ def test_an_expression_has_no_two_ways_to_begin(texts: list[str]) -> None:
     texts = sorted(filter(None, texts))
     controls = ControlTexts(texts)
     assert controls.spans("".join(texts)) == longest_from_left(texts, "".join(texts))
-    waiting = [re._parser.parse(controls._any.pattern)]  # type: ignore[attr-defined]
+    waiting = [re._parser.parse(controls._any.pattern)]
     while waiting:
         for kind, value in waiting.pop():
             if str(kind) == "BRANCH":

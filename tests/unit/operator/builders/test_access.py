@@ -22,11 +22,13 @@ from ragcache_gateway.auth.api_keys import signature_check
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.keys import (
     OPERATOR,
+    SYNC_KEY_PERIOD_S,
     ComponentKeys,
     api_key_secret,
     api_key_secret_name,
 )
 from ragcache_operator.builders.placement import ClusterPlacement
+from ragcache_operator.collections.job import SYNC_TIMEOUT_S
 from ragcache_wire.settings import GatewaySettings
 from tests.kit.operator import (
     NAMESPACE,
@@ -41,6 +43,7 @@ from tests.kit.operator import (
 KEYS = ComponentKeys(bytes(range(32)))
 OWN = {"auth": {"secretRef": {"name": "team-keys", "key": "file"}}}
 OFF = {"auth": {"enabled": False}}
+NOW_S = 1_764_000_000.0
 
 
 def site_of(cache: Any, uid: str = UID) -> ClusterPlacement:
@@ -127,19 +130,28 @@ def test_the_gateway_gets_the_issuers_and_the_networks_that_the_administrator_op
 def test_each_ragcache_has_keys_of_its_own(first: str, second: str) -> None:
     keys = {KEYS.key(OPERATOR, uid) for uid in (first, second)}
     assert len(keys) == (1 if first == second else 2)
-    signed = {KEYS.collection_key("faq", uid) for uid in (first, second)}
+    signed = {KEYS.collection_key("faq", uid, NOW_S) for uid in (first, second)}
     assert len(signed) == len(keys)
 
 
 def test_the_gateway_accepts_a_key_of_its_ragcaches_collection() -> None:
     hashes = dict(part.split("=", 1) for part in KEYS.hashes(UID).split(","))
     check = signature_check(hashes["sync"])
-    caller = collection_caller(KEYS.collection_key("faq", UID), check)
+    caller = collection_caller(KEYS.collection_key("faq", UID, NOW_S), check, NOW_S)
     assert caller is not None
     assert caller.collections == ("faq",)
-    assert collection_caller(KEYS.collection_key("faq", "other"), check) is None
+    assert collection_caller(KEYS.collection_key("faq", "other", NOW_S), check, NOW_S) is None
     with pytest.raises(InvalidInput, match="no public key"):
         signature_check(hashes["sync"].replace("ed25519", "sha256"))
+
+
+@given(st.integers(0, 10**10))
+def test_a_key_of_syncs_is_valid_for_one_to_two_periods(now_s: int) -> None:
+    check = signature_check(dict(one.split("=", 1) for one in KEYS.hashes(UID).split(","))["sync"])
+    key = KEYS.collection_key("faq", UID, now_s)
+    assert collection_caller(key, check, now_s + SYNC_KEY_PERIOD_S) is not None
+    assert collection_caller(key, check, now_s + 2 * SYNC_KEY_PERIOD_S) is None
+    assert SYNC_TIMEOUT_S < SYNC_KEY_PERIOD_S, "a key outlives the Job that has it"
 
 
 def test_a_root_key_is_long_and_never_shown() -> None:

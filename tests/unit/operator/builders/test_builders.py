@@ -23,7 +23,12 @@ from ragcache_core.plan.signature import parse_keys
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.autoscaling import REPLICA_RANGE, with_replicas
 from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities, unsupported_features
-from ragcache_operator.builders.keys import signing_secret, store_key_secret
+from ragcache_operator.builders.keys import (
+    disk_key_secret,
+    disk_key_secret_name,
+    signing_secret,
+    store_key_secret,
+)
 from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.spec.manifest import load_manifest
 from ragcache_operator.spec.quantity import parse_quantity
@@ -399,6 +404,40 @@ def test_gateways_and_engines_alone_get_the_store_key(component: str) -> None:
     ]
     mounted = [one["secret"]["secretName"] for one in pod["volumes"] if "secret" in one]
     assert (secret in mounted) == (component in {"gateway", "engine"})
+
+
+@pytest.mark.parametrize("component", ["gateway", "engine", "retriever", "cachestore"])
+@pytest.mark.parametrize("own", [None, {"name": "team-disk", "key": "two"}])
+def test_shards_alone_get_the_keys_of_the_disk(component: str, own: dict[str, str] | None) -> None:
+    cache = make_cache(cacheStore={"encryption": {} if own is None else {"secretRef": own}})
+    placement = ClusterPlacement(cache, tag="1", owner=UID)
+    made = disk_key_secret_name(cache, placement)
+    assert (made is None) == (own is not None)
+    name = made or "team-disk"
+    part = "engine-main" if component == "engine" else component
+    children = build_children(cache, placement)
+    volumes = [one["secret"] for one in pod_of(children, part)["volumes"] if "secret" in one]
+    found = [one for one in volumes if one["secretName"] == name]
+    assert bool(found) == (component == "cachestore")
+    if component == "cachestore":
+        env = env_of(children, part)
+        assert env["RAGCACHE_DISK_KEY_FILE"] == "/etc/ragcache/disk-key/keys"
+        if own is not None:
+            assert found[0]["items"] == [{"key": "two", "path": "keys"}]
+
+
+def test_without_the_field_values_on_disk_are_plain() -> None:
+    assert "RAGCACHE_DISK_KEY_FILE" not in env_of(build(), "cachestore")
+    placement = ClusterPlacement(make_cache(), tag="1", owner=UID)
+    assert disk_key_secret_name(make_cache(), placement) is None
+
+
+def test_a_generated_disk_key_is_one_that_shards_read() -> None:
+    cache = make_cache(cacheStore={"encryption": {}})
+    placement = ClusterPlacement(cache, tag="1", owner=UID)
+    made = disk_key_secret(cache, placement, "name", bytes(range(32)))
+    [content] = made["stringData"].values()
+    assert parse_keys("keys", content.encode()) == (bytes(range(32)),)
 
 
 @given(specs)

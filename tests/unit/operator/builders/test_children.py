@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities
 from ragcache_operator.builders.keys import (
     api_key_secret_name,
+    disk_key_secret_name,
     signing_secret_name,
     store_key_secret_name,
 )
@@ -292,6 +293,7 @@ def test_every_referenced_object_exists_or_belongs_to_the_user(spec: Object) -> 
                     signing_secret_name(cache, site),
                     store_key_secret_name(cache, site),
                     api_key_secret_name(cache, site),
+                    disk_key_secret_name(cache, site),
                 }
             if "persistentVolumeClaim" in volume:
                 claim = volume["persistentVolumeClaim"]["claimName"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,8 @@ def job(
     return sync_job(target, Revision("aaaa", "bbbb"), attempt, after, 1_800_000_000.25, claims)
 
 
-def removal() -> Object:
-    return removal_job(target_of(collection(), make_cache()))
+def removal(**cache_spec: Any) -> Object:
+    return removal_job(target_of(collection(), make_cache(**cache_spec)))
 
 
 def container(made: Object) -> Object:
@@ -159,6 +160,21 @@ def test_a_sync_gets_the_key_of_its_collection_from_a_secret_of_its_own() -> Non
     assert reference == {"name": made["metadata"]["name"], "key": "key"}
     names = {key_secret(replace(target, key=key))["metadata"]["name"] for key in ("a", "b")}
     assert len(names) == 2
+
+
+@pytest.mark.parametrize("make", [job, removal])
+def test_a_job_reads_the_certificate_of_an_https_gateway_and_not_its_key(
+    make: Callable[..., Object],
+) -> None:
+    assert "--certificate" not in container(make())["args"]
+    made = make(gateway={"tls": {"secretName": "own"}})
+    arguments = container(made)["args"]
+    path = Path(arguments[arguments.index("--certificate") + 1])
+    mounts = {one["mountPath"]: one["name"] for one in container(made)["volumeMounts"]}
+    volumes = {one["name"]: one for one in made["spec"]["template"]["spec"]["volumes"]}
+    volume = volumes[mounts[str(path.parent)]]["secret"]
+    assert volume["secretName"] == "own"
+    assert volume["items"] == [{"key": "tls.crt", "path": path.name}]
 
 
 def test_only_networks_of_the_operator_are_allowed() -> None:

@@ -73,6 +73,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "model.maxLength": (1024, f"{ENGINE} {GATEWAY}", ""),
     "model.dtype": ("float16", f"{ENGINE} {GATEWAY}", ""),
     "model.weights": ("16Gi", ENGINE, ""),
+    "model.cache.claim": ("two", ENGINE, ""),
     "tls.enabled": (False, f"{ENGINE} {GATEWAY} {RETRIEVER} {STORE}", "Certificate/tls"),
     "tls.issuerRef.name": ("two", "", "Certificate/tls"),
     "tls.issuerRef.kind": ("ClusterIssuer", "", "Certificate/tls"),
@@ -104,6 +105,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "gateway.auth.secretRef.name": ("own", GATEWAY, ""),
     "gateway.auth.secretRef.key": ("own", GATEWAY, ""),
     "gateway.oidc": ([ISSUER], GATEWAY, "NetworkPolicy/gateway"),
+    "gateway.tls.secretName": ("two", GATEWAY, ""),
     "gateway.allowedHosts": (["b.example.com"], GATEWAY, ""),
     "gateway.allowedOrigins": (["https://b.example.com"], GATEWAY, ""),
     "gateway.ingress.host": ("b.example.com", GATEWAY, "Ingress/gateway"),
@@ -131,6 +133,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "retriever.embedder.model": ("two", RETRIEVER, ""),
     "retriever.embedder.keySecret.name": ("two", RETRIEVER, ""),
     "retriever.embedder.keySecret.key": ("two", RETRIEVER, ""),
+    "retriever.gpu.resource": ("nvidia.com/mig-1g.10gb", RETRIEVER, ""),
     "retriever.chunking.size": (128, RETRIEVER, ""),
     "retriever.chunking.overlap": (16, RETRIEVER, ""),
     "retriever.chunking.window": (2, RETRIEVER, ""),
@@ -152,6 +155,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "engines.model.maxLength": (512, f"{ENGINE} {GATEWAY}", ""),
     "engines.model.dtype": ("float32", f"{ENGINE} {GATEWAY}", ""),
     "engines.model.weights": ("5Gi", ENGINE, ""),
+    "engines.model.cache.claim": ("two", ENGINE, ""),
     "engines.replicas": (2, "", f"{ENGINE} {ENGINE_SCALER}"),
     "engines.device": ("cpu", ENGINE, ""),
     "engines.gpu.resource": ("nvidia.com/mig-3g.40gb", ENGINE, ""),
@@ -170,6 +174,8 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "cacheStore.memory": ("2Gi", STORE, ""),
     "cacheStore.disk.size": ("2Gi", STORE, ""),
     "cacheStore.disk.className": ("two", "", STORE),
+    "cacheStore.encryption.secretRef.name": ("two", STORE, ""),
+    "cacheStore.encryption.secretRef.key": ("two", STORE, ""),
     "cacheStore.policy": ("lru", STORE, ""),
     "cacheStore.admission": ("secondTouch", STORE, ""),
     "cacheStore.precision.key": ("packed", STORE, ""),
@@ -259,17 +265,17 @@ for field, value in {
 
 def base_of(path: str) -> Object:
     spec = deepcopy(WHOLE)
-    if path.startswith("gateway.httpRoute"):
-        del spec["gateway"]["ingress"]
-        spec["gateway"]["httpRoute"] = {"gateway": "one"}
-    if path.startswith("gateway.service"):
-        spec["gateway"]["service"] = {}
+    change_gateway(path, spec["gateway"])
+    if path.startswith("cacheStore.encryption"):
+        spec.setdefault("cacheStore", {})["encryption"] = {"secretRef": {"name": "one"}}
     if path == "trustedCA.key":
         spec["trustedCA"] = {"configMap": "one"}
     if path == "proxy.noProxy":
         spec["proxy"] = {"https": "http://one.example.com:3128"}
     if path.startswith(("engines.device", "engines.gpu")):
         spec["engines"][0]["device"] = "cuda"
+    if path.startswith("retriever.gpu"):
+        spec["retriever"] = {"gpu": {}}
     if path == "engines.role":
         spec["engines"].append({"name": "more"})
     if path.startswith(("engines.url", "engines.keySecret", "engines.servedName")):
@@ -279,12 +285,23 @@ def base_of(path: str) -> Object:
         model = {"source": "hf:e/f", "name": "one", "tokenSecret": {"name": "one"}}
         spec["model"] = {"source": "hf:a/b"}
         spec["engines"] = [{"name": "main", "model": model}, {"name": "other"}]
-    if path.startswith("gateway.auth.secretRef"):
-        spec["gateway"]["auth"] = {"secretRef": {"name": "one"}}
     if path.startswith(("retriever.backend", "retriever.replicas")):
         kind = (path + ".postgres").split(".")[2]
         spec["retriever"]["backend"] = {kind: {"urlSecret": {"name": "one"}}}
     return spec
+
+
+def change_gateway(path: str, gateway: Object) -> None:
+    if path.startswith("gateway.httpRoute"):
+        del gateway["ingress"]
+        gateway["httpRoute"] = {"gateway": "one"}
+    if path.startswith("gateway.tls"):
+        del gateway["ingress"]
+        gateway["tls"] = {"secretName": "one"}
+    if path.startswith("gateway.service"):
+        gateway["service"] = {}
+    if path.startswith("gateway.auth.secretRef"):
+        gateway["auth"] = {"secretRef": {"name": "one"}}
 
 
 def with_value(spec: Object, path: str, value: Any) -> Object:

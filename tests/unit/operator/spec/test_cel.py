@@ -48,7 +48,16 @@ LONGEST_STRING = 3 * 1024 * 1024
 BYTES_PER_CHARACTER = 4
 # For each string that a rule reads, at least one of these texts matches the pattern.
 TEXTS = (
-    *("", "a", "bundled:tinyrag", "bundled:all-minilm-l6-v2", "hf:a", "path:a", "http://e/v1"),
+    *(
+        "",
+        "a",
+        "bundled:tinyrag",
+        "bundled:all-minilm-l6-v2",
+        "hf:a",
+        "path:a",
+        "pvc:a",
+        "http://e/v1",
+    ),
     "https://e/v1",
     *("5s", "10s", "--model", "--port", "--api-key", "--config", "--nnodes", "--revision"),
     *(
@@ -378,8 +387,7 @@ def samples(schema: Schema) -> list[Any]:
                 {name: value}
                 for name, field in fields.items()
                 if name not in required
-                and (field.get("type") in ("object", "boolean") or "enum" in field)
-                for value in (field["enum"] if "enum" in field else samples(field)[:1])
+                for value in _optional_samples(field)
             ]
             return [with_defaults(required | one, schema) for one in ({}, *optional)]
         case "array":
@@ -390,6 +398,15 @@ def samples(schema: Schema) -> list[Any]:
     return [
         text for text in TEXTS if len(text) >= fewest and re.search(schema.get("pattern", ""), text)
     ]
+
+
+def _optional_samples(field: Schema) -> list[Any]:
+    """Return values of a field of an object, among them each text that could be its default."""
+    if "enum" in field:
+        return list(field["enum"])
+    if field.get("type") == "string":
+        return samples(field) if "default" in field else []
+    return samples(field)[:1] if field.get("type") in ("object", "boolean") else []
 
 
 @kinds

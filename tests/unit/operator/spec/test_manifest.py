@@ -121,10 +121,10 @@ BAD_SPECS = {
     "spec.engines[0].kvmemory: unknown field; did you mean kvMemory?": {
         "engines": [{"kvmemory": "1Gi"}]
     },
-    "spec.gateway.zebra: unknown field; the fields here are port, adminPort, auth, oidc, audit, "
-    "replicas, autoscaling, resources, limits, slo, order, maxDisplacement, reordering, layout, "
-    "speculation, rewrite, console, allowedHosts, allowedOrigins, ingress, httpRoute, service, "
-    "podTemplate": {"gateway": {"zebra": True}},
+    "spec.gateway.zebra: unknown field; the fields here are port, adminPort, auth, oidc, tls, "
+    "audit, replicas, autoscaling, resources, limits, slo, order, maxDisplacement, reordering, "
+    "layout, speculation, rewrite, console, allowedHosts, allowedOrigins, ingress, "
+    "httpRoute, service, podTemplate": {"gateway": {"zebra": True}},
     "spec.gateway.autoscaling.maxReplica: unknown field; did you mean maxReplicas?": {
         "gateway": {"autoscaling": {"maxReplicas": 2, "maxReplica": 2}}
     },

@@ -95,11 +95,6 @@ STARTING_ONE = [WorkloadState("w", wanted=1, ready=0, settled=False)]
     [
         (pod(scheduled=False), "Unschedulable", "too little cpu"),
         (pod(scheduled=False, lacks="cpu, 2 Insufficient memory"), "Unschedulable", "memory"),
-        (
-            pod(scheduled=False, lacks="nvidia.com/gpu, 1 Insufficient memory."),
-            "InsufficientGPUs",
-            "no node has a free nvidia.com/gpu; add nodes",
-        ),
         (pod(**waiting("ImagePullBackOff", "no such image")), "ImagePullFailed", "no such image"),
         (pod(**waiting("ErrImageNeverPull")), "ImagePullFailed", "ErrImageNeverPull"),
         (
@@ -136,7 +131,7 @@ STARTING_ONE = [WorkloadState("w", wanted=1, ready=0, settled=False)]
     ],
 )
 def test_a_pod_that_is_not_ready_has_a_reason(found: Any, reason: str, words: str) -> None:
-    state = component_state("engine", STARTING_ONE, [found], exists=True, progress={})
+    state = component_state("engine", STARTING_ONE, [found], exists=True, progress={}, waits={})
     assert state.reason == reason
     assert words in state.message
     assert not state.available
@@ -144,14 +139,19 @@ def test_a_pod_that_is_not_ready_has_a_reason(found: Any, reason: str, words: st
 
 def test_the_worst_of_several_pods_is_reported() -> None:
     pods = [pod("a", state={"running": {}}), pod("b", **waiting("ErrImagePull", "denied"))]
-    state = component_state("engine", STARTING_ONE, pods, exists=True, progress={})
+    state = component_state("engine", STARTING_ONE, pods, exists=True, progress={}, waits={})
     assert (state.reason, state.message) == ("ImagePullFailed", "b: denied")
 
 
 def test_the_progress_of_a_pod_is_reported() -> None:
     pods = [pod("r-0", state={"running": {}})]
     state = component_state(
-        "retriever", STARTING_ONE, pods, exists=True, progress={"r-0": "indexing 12 of 40"}
+        "retriever",
+        STARTING_ONE,
+        pods,
+        exists=True,
+        progress={"r-0": "indexing 12 of 40"},
+        waits={},
     )
     assert (state.reason, state.message) == ("Indexing", "r-0: indexing 12 of 40")
 
@@ -160,13 +160,13 @@ def test_a_pod_being_deleted_is_no_problem() -> None:
     leaving = pod("old", **waiting("ErrImagePull"))
     leaving["metadata"]["deletionTimestamp"] = NOW
     workloads = [WorkloadState("w", wanted=1, ready=1, settled=True)]
-    state = component_state("gateway", workloads, [leaving], exists=True, progress={})
+    state = component_state("gateway", workloads, [leaving], exists=True, progress={}, waits={})
     assert state.reason == READY
 
 
 def test_rejected_pods_are_reported() -> None:
     workloads = [WorkloadState("w", 1, 0, settled=False, problem="exceeded quota")]
-    state = component_state("gateway", workloads, [], exists=True, progress={})
+    state = component_state("gateway", workloads, [], exists=True, progress={}, waits={})
     assert (state.reason, state.message) == ("PodsRefused", "exceeded quota")
 
 
@@ -175,18 +175,18 @@ def test_a_component_is_available_while_a_replica_of_each_workload_is(
     wanted: int, ready: int, settled: bool
 ) -> None:
     workloads = [WorkloadState("w", wanted, min(ready, wanted), settled)]
-    state = component_state("gateway", workloads, [], exists=True, progress={})
+    state = component_state("gateway", workloads, [], exists=True, progress={}, waits={})
     assert state.available == (ready > 0)
     assert (state.reason == READY) == (ready >= wanted and settled)
 
 
 def test_a_component_without_its_workload_does_not_exist() -> None:
-    state = component_state("gateway", STARTING_ONE, [], exists=False, progress={})
+    state = component_state("gateway", STARTING_ONE, [], exists=False, progress={}, waits={})
     assert state.reason == NOT_CREATED
 
 
 def test_a_component_that_ragcache_does_not_run_is_available() -> None:
-    state = component_state("engine", [], [], exists=True, progress={})
+    state = component_state("engine", [], [], exists=True, progress={}, waits={})
     assert (state.available, state.settled, state.wanted) == (True, True, 0)
     assert (state.reason, state.message) == (READY, "RagCache runs none")
 
@@ -268,7 +268,7 @@ def test_ready_has_the_generation_of_the_self_test() -> None:
 def test_a_rollout_that_cannot_succeed_is_reported() -> None:
     workloads = [WorkloadState("w", wanted=1, ready=1, settled=False)]
     crashed = pod("new", **waiting("CrashLoopBackOff"), lastState={"terminated": {"exitCode": 1}})
-    state = component_state("gateway", workloads, [crashed], exists=True, progress={})
+    state = component_state("gateway", workloads, [crashed], exists=True, progress={}, waits={})
     assert state.available
     assert state.reason == "CrashLooping"
     components = [*all_ready()[:3], state]
@@ -281,13 +281,15 @@ def test_an_evicted_pod_is_no_problem() -> None:
     evicted = pod("old", state={"terminated": {"exitCode": 137}})
     evicted["status"]["phase"] = "Failed"
     loading = pod("new", state={"running": {}})
-    state = component_state("engine", STARTING_ONE, [evicted, loading], exists=True, progress={})
+    state = component_state(
+        "engine", STARTING_ONE, [evicted, loading], exists=True, progress={}, waits={}
+    )
     assert state.reason == "LoadingModel"
 
 
 def test_a_restarted_container_that_runs_is_no_problem() -> None:
     again = pod("a", state={"running": {}}, lastState={"terminated": {"exitCode": 1}})
-    state = component_state("engine", STARTING_ONE, [again], exists=True, progress={})
+    state = component_state("engine", STARTING_ONE, [again], exists=True, progress={}, waits={})
     assert state.reason == "LoadingModel"
 
 

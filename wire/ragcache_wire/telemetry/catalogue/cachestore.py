@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Final
 
 from ragcache_core.eviction import POLICY_NAMES
@@ -14,6 +15,15 @@ _DURATIONS_S: Final = (
     *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
 """From a memory hit of a small chunk over shared memory, to a cold disk and a slow network."""
+
+
+class Undecrypted(StrEnum):
+    """Why a value on disk was dropped although its bytes can be read."""
+
+    NO_KEY = "no_key"  # it is encrypted, and the file of keys lacks its key
+    PLAIN = "plain"  # it is plain, and the store encrypts
+    CHANGED = "changed"  # it is not what was encrypted
+
 
 _TIER: Final = one_of("tier", *Tier)
 _TRANSPORT: Final = one_of("transport", "shared", "socket", "grpc")
@@ -41,6 +51,12 @@ ORPHANS: Final = counter(
     "ragcache.store.orphans",
     "{variant}",
     "Variants dropped because the variant before them was evicted on another shard.",
+)
+UNDECRYPTED: Final = counter(
+    "ragcache.store.undecrypted",
+    "{value}",
+    "Values on disk dropped because the store's keys do not decrypt them.",
+    one_of("reason", *Undecrypted),
 )
 PUTS: Final = counter(
     "ragcache.store.puts", "{value}", "Puts that have ended.", _OUTCOME, _ACK, _TRANSPORT

@@ -42,8 +42,8 @@ REFUSED_PLANS: Final = counter(
     "ragcache.engine.refused_plans",
     "{plan}",
     "Refused plans, whose prompts vLLM computes: unsigned or forged, which a gateway with a "
-    "signing key never sends, or invalid.",
-    one_of("reason", "unsigned", "forged", "invalid"),
+    "signing key never sends, expired, or invalid.",
+    one_of("reason", "unsigned", "forged", "expired", "invalid"),
 )
 LOAD: Final = histogram(
     "ragcache.engine.load",

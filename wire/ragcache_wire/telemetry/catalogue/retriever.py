@@ -60,6 +60,13 @@ DELETES: Final = counter(
     "Documents deleted, by outcome.",
     one_of("outcome", "deleted", *_OUTCOMES),
 )
+SPLITTER_PROTECTIONS: Final = gauge(
+    "ragcache.retriever.splitter_protections",
+    "1",
+    "Whether the processes that split documents run with a protection, 1 or 0: landlock keeps them "
+    "from the files of the retriever, seccomp from the network and from other programs.",
+    one_of("protection", "landlock", "seccomp"),
+)
 DOCUMENTS: Final = gauge(
     "ragcache.retriever.documents", "{document}", "Documents of all collections."
 )
