@@ -76,10 +76,28 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     except ValueError as refused:
         found["refusal"] = str(refused)
 
+    found |= check_rotations(runner, cache, recomputer)
     found |= shift_chunk(runner, cache, recomputer, token_ids, table(4), prefilled)
     found |= observe(cache, recomputer, token_ids, table(1))
     found["unchanged_by_observing"] = bool(torch.equal(kv(table(1)), prefilled))
     return found
+
+
+def check_rotations(runner: Any, cache: Any, recomputer: Any) -> dict[str, Any]:
+    """Check the model's rotation, and one with other frequencies, which must be refused."""
+    from dataclasses import replace
+
+    from ragcache_engine.blend.rotation_check import check_rotation
+    from ragcache_kv.rotation import read_rope
+
+    rope = read_rope(runner.vllm_config.model_config.hf_config.to_dict())
+    check_rotation(rope, recomputer, cache)
+    wrong = replace(rope, frequencies=tuple(one / 2 for one in rope.frequencies))
+    try:
+        check_rotation(wrong, recomputer, cache)
+    except ValueError as refused:
+        return {"wrong_rotation": str(refused)}
+    return {"wrong_rotation": ""}
 
 
 def shift_chunk(

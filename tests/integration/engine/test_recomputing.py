@@ -79,6 +79,13 @@ def test_more_tokens_than_a_pass_takes_are_refused(found: dict[str, Any]) -> Non
     assert "2049 tokens in 1 runs" in found["refusal"]
 
 
+def test_a_config_with_another_rotation_is_refused(
+    found: dict[str, Any], found_in_float32: dict[str, Any]
+) -> None:
+    assert "its layer 0 rotates keys in another way" in found["wrong_rotation"]
+    assert "its layer 0 rotates keys in another way" in found_in_float32["wrong_rotation"]
+
+
 def test_observed_attention_equals_another_implementation(found: dict[str, Any]) -> None:
     observed, expected = np.array(found["observed"]), np.array(found["reference"]["observed"])
     assert observed.shape == (219, 4)

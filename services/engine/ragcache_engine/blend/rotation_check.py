@@ -8,12 +8,15 @@ positions, and each layer's keys are compared with the rotated keys of position 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from ragcache_engine.blend.recomputer import Recomputer
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_kv.rotation import KeyRotation, Rope
+
+if TYPE_CHECKING:
+    from ragcache_engine.blend.recomputer import Recomputer
 
 _POSITIONS = (0, 1, 78, 900)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,6 +33,10 @@ ROPES = {
     "neighbours": Rope(DIM, DIM, Pairing.NEIGHBOURS, tuple(10.0**-i for i in range(DIM // 2))),
     "in part": Rope(DIM, DIM // 2, Pairing.HALVES, tuple(10.0**-i for i in range(DIM // 4))),
 }
+ROPES["by layer"] = replace(
+    ROPES["halves"],
+    by_layer=tuple((theta,) * (DIM // 2) for theta in (1.0, 0.0, 0.3)),
+)
 
 
 def filled_cache(order: str, dtype: torch.dtype) -> PagedCache:
@@ -88,6 +93,30 @@ def test_the_compiled_shift_equals_the_one_of_a_gpu(
     torch.testing.assert_close(
         found, wanted, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps
     )
+
+
+def test_each_layer_is_shifted_by_its_own_rotation() -> None:
+    """Only the angles of the layer decide: one that does not rotate adds keys as they are."""
+    one = PromptSlice(list(range(NUM_TOKENS)), TABLE, RUNS, CHUNKS, SHIFTED_RUNS)
+    generator = torch.Generator().manual_seed(5)
+    num_rows = sum(map(len, RUNS))
+    both = torch.randn(num_rows, 2 * HEADS, DIM, generator=generator)
+
+    def shifted(rope: Rope) -> torch.Tensor:
+        cache = filled_cache("as presented", torch.float32)
+        slots = torch.cat([cache.slots(TABLE, run.start, run.stop) for run in RUNS])
+        with ChunkShift(cache, rope).attached([one]):
+            for layer in cache.layers:
+                key, value = both[:, :HEADS], both[:, HEADS:]
+                layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
+        return cache.read(TABLE, 0, NUM_TOKENS)
+
+    rope = ROPES["by layer"]
+    together = shifted(rope)
+    alone = [shifted(rope.of_layer(index)) for index in range(LAYERS)]
+    for index in range(LAYERS):
+        assert torch.equal(together[index], alone[index][index])
+    assert not torch.equal(alone[0][1], alone[1][1])
 
 
 def test_shifting_ends_with_the_context() -> None:
