@@ -25,16 +25,16 @@ PRODUCT: Final = ("core", "wire", "kv", "operator", "services", "cli")
 RETRIEVER: Final = "services/retriever"
 MOST_ARGUMENTS: Final = 6
 BOUNDS: Final = {
-    "product_lines": 115_200,
-    "retriever_lines": 16_320,
-    "test_lines": 109_300,
+    "product_lines": 118_000,
+    "retriever_lines": 16_400,
+    "test_lines": 112_500,
     "bench_lines": 17_650,
-    "tools_lines": 8_100,
-    "modules": 652,
+    "tools_lines": 9_550,
+    "modules": 666,
     "long_argument_lists": 0,
     "duplicate_class_names": 0,
     "import_cycles": 0,
-    "architecture_lines": 169,
+    "architecture_lines": 172,
     "mean_sentence_words": 18,
     "settings_unmapped": 0,
 }
