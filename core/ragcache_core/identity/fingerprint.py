@@ -193,6 +193,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "gemma3_text": {**_sizes(8, 4, 26), "head_dim": 256},
     "glm4": {"head_dim": 128},
     "gpt_oss": {"head_dim": 64},
+    "llama4_text": {"head_dim": 128},
     "minimax_m2": {"head_dim": 128},
     "ministral3": {**_sizes(32, 8, 34), "head_dim": 128},
     "mistral": _sizes(32, 8, 32),

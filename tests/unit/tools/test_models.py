@@ -10,7 +10,7 @@ from tools.models.__main__ import summary
 from tools.models.check import Outcome
 from tools.models.families import FAMILIES, MAX_LENGTH
 
-TWO_TABLES = {"gemma3", "gemma3, images", "cohere2", "exaone4"}
+TWO_TABLES = {"gemma3", "gemma3, images", "cohere2", "exaone4", "llama4"}
 """Families whose layers differ in their rotation."""
 
 NO_ROTATION = {"opt", "gemma4", "deepseek_v3"}
