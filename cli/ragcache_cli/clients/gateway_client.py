@@ -104,7 +104,7 @@ class GatewayTarget:
     Args:
         url: Base URL.
         api_key: None: the gateway needs no key.
-        ca_file: Authorities in PEM, of which one has made its certificate. None: the public ones.
+        ca_file: Authorities in PEM. One of them has made its certificate. None: the public ones.
         certificate: The very certificate that it shows, in PEM. Its names do not count.
     """
 

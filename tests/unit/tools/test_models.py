@@ -17,7 +17,7 @@ NO_ROTATION = {"opt", "gemma4", "deepseek_v3"}
 """Families whose keys cannot be moved by one rotation for each layer."""
 
 HAS_STATES = {"qwen3_5"}
-"""Families of which some layers have states in place of KV."""
+"""Families with layers that have states in place of KV."""
 
 
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - NO_ROTATION))
