@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import grpc
 import httpx
@@ -35,6 +35,7 @@ from ragcache_wire.peers.peer_access import PeerTokens
 from ragcache_wire.v1 import cachestore_pb2 as pb
 from ragcache_wire.watched.signing_keys import SigningKeys
 from tests.kit.certificates import NAME, issue, write
+from tests.kit.strangers import channels, greeting, status
 from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -101,36 +102,18 @@ def shard(platform: Platform) -> Iterator[Shard]:
     found.service.stop()
 
 
-def channels_of_strangers(platform: Platform, address: str) -> Iterator[grpc.Channel]:
-    """Yield channels without a certificate, and with one of another authority."""
-    ours = (platform.own / AUTHORITIES_FILE).read_bytes()
-    options = [("grpc.ssl_target_name_override", NAME), *OPTIONS]
-    yield grpc.insecure_channel(address, options=OPTIONS)
-    yield grpc.secure_channel(address, grpc.ssl_channel_credentials(ours), options=options)
-    theirs = Certificates(platform.stranger).current().channel_credentials()
-    yield grpc.secure_channel(address, theirs, options=options)
-
-
-def status(channel: grpc.Channel, method: str, metadata: Any) -> grpc.StatusCode:
-    try:
-        channel.unary_unary(method, None, None)(b"", metadata=metadata, timeout=10.0)
-    except grpc.RpcError as error:
-        return error.code()
-    return grpc.StatusCode.OK
-
-
 def check_grpc_port(platform: Platform, address: str, method: str) -> None:
     """Check that a port needs a certificate, and that a certificate alone is not enough."""
     token = PeerTokens(platform.keys).metadata(method)
-    for channel in channels_of_strangers(platform, address):
+    for channel in channels(platform.own, platform.stranger, address, NAME):
         with channel:
             assert status(channel, method, token) is grpc.StatusCode.UNAVAILABLE, "a valid token"
             health = "/grpc.health.v1.Health/Check"
-            assert status(channel, health, ()) is grpc.StatusCode.UNAVAILABLE
+            assert status(channel, health) is grpc.StatusCode.UNAVAILABLE
     options = [("grpc.ssl_target_name_override", NAME), *OPTIONS]
     right = Certificates(platform.own).current().channel_credentials()
     with grpc.secure_channel(address, right, options=options) as channel:
-        assert status(channel, method, ()) is grpc.StatusCode.UNAUTHENTICATED
+        assert status(channel, method) is grpc.StatusCode.UNAUTHENTICATED
         assert status(channel, method, token) is grpc.StatusCode.OK
 
 
@@ -164,24 +147,15 @@ def test_the_grpc_port_of_a_retriever_needs_a_certificate_and_a_token(
         service.stop()
 
 
-def greeting(sock: socket.socket, context: ssl.SSLContext) -> bytes:
-    """Return what the store sends to a client; nothing if it refuses the client."""
-    try:
-        with context.wrap_socket(sock, server_hostname=NAME) as tls:
-            return tls.recv(64)
-    except OSError:
-        return b""
-
-
 def test_the_data_port_needs_a_certificate_and_a_proof(platform: Platform, shard: Shard) -> None:
     with shard.dial() as plain:
         plain.sendall(b"\0" * 64)
         assert plain.recv(64)[:1] in (b"", b"\x15"), "an alert, and no challenge"
     without = ssl.create_default_context(cafile=str(platform.own / AUTHORITIES_FILE))
-    assert greeting(shard.dial(), without) == b""
-    assert greeting(shard.dial(), Certificates(platform.stranger).current().client) == b""
+    assert greeting(shard.dial(), without, NAME) == b""
+    assert greeting(shard.dial(), Certificates(platform.stranger).current().client, NAME) == b""
     right = Certificates(platform.own).current()
-    assert greeting(shard.dial(), right.client) != b""
+    assert greeting(shard.dial(), right.client, NAME) != b""
     with contextlib.closing(TlsConnection(shard.dial(), right)) as connection:
         connection.deadline = time.monotonic() + TIMEOUT_S
         connection.shake_hands()
@@ -195,7 +169,7 @@ def test_older_versions_of_tls_are_refused(platform: Platform, shard: Shard) -> 
     context = ssl.create_default_context(cafile=str(platform.own / AUTHORITIES_FILE))
     context.load_cert_chain(platform.own / CERTIFICATE_FILE, platform.own / "tls.key")
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    assert greeting(shard.dial(), context) == b""
+    assert greeting(shard.dial(), context, NAME) == b""
 
 
 def test_a_client_refuses_a_server_of_another_platform(platform: Platform, shard: Shard) -> None:

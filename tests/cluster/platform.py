@@ -192,23 +192,21 @@ class Platform:
         except TimeoutError as error:
             raise TimeoutError(f"{error}; status: {json.dumps(self.status())}") from error
 
+    def running_pods(self, component: str) -> list[dict[str, Any]]:
+        """A component's pods that are not on their way out."""
+        labels = f"app.kubernetes.io/instance={NAME},{_COMPONENT}={component}"
+        pods = self.cluster.get_all("pods", NAMESPACE, labels)
+        return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+
     def pods(self, component: str) -> dict[str, str]:
         """Names and uids of a component's pods that are not on their way out."""
-        labels = f"app.kubernetes.io/instance={NAME},{_COMPONENT}={component}"
         return {
-            pod["metadata"]["name"]: pod["metadata"]["uid"]
-            for pod in self.cluster.get_all("pods", NAMESPACE, labels)
-            if "deletionTimestamp" not in pod["metadata"]
+            pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in self.running_pods(component)
         }
 
     def is_replaced(self, component: str, before: dict[str, str]) -> bool:
         """Whether as many pods of a component as before are ready, and one of them is new."""
-        labels = f"app.kubernetes.io/instance={NAME},{_COMPONENT}={component}"
-        ready = {
-            pod["metadata"]["uid"]
-            for pod in self.cluster.get_all("pods", NAMESPACE, labels)
-            if "deletionTimestamp" not in pod["metadata"] and _is_ready(pod)
-        }
+        ready = {pod["metadata"]["uid"] for pod in self.running_pods(component) if _is_ready(pod)}
         return len(ready) == len(before) and ready != set(before.values())
 
     def patch(self, spec: dict[str, Any], name: str = NAME, kind: str = "ragcache") -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import pytest
@@ -30,6 +31,7 @@ from tests.cluster.platform import (
     quickstart,
     single_questions,
 )
+from tests.cluster.strangers import METHODS, Stranger
 
 pytestmark = [pytest.mark.images, pytest.mark.timeout(1200)]
 
@@ -220,6 +222,27 @@ def test_requests_without_a_key_and_documents_on_the_first_port_are_refused(
         client.base_url = running.url
         assert client.get("/v1/models").status_code == 200
         assert client.get("/v1/documents").status_code == 404
+
+
+def test_no_port_of_a_pod_serves_a_stranger(running: Platform, tmp_path: Path) -> None:
+    """A network without policies lets each pod reach all of them."""
+    stranger = Stranger.of(running.cluster, tmp_path, NAME, NAMESPACE)
+    tried, served = set(), {}
+    for part in ("gateway", "retriever", "engine", "cachestore"):
+        for pod in running.running_pods(part):
+            for port in (one for each in pod["spec"]["containers"] for one in each["ports"]):
+                address = f"{pod['status']['podIP']}:{port['containerPort']}"
+                tried.add((part, port["name"]))
+                if found := stranger.served_by(part, port["name"], address):
+                    served[part, port["name"]] = found
+    assert served == {}
+    assert {(part, "grpc") for part in METHODS} <= tried
+    assert {
+        ("cachestore", "data"),
+        ("engine", "http"),
+        ("gateway", "http"),
+        ("gateway", "admin"),
+    } <= tried
 
 
 def test_a_document_comes_over_rest_too(running: Platform) -> None:

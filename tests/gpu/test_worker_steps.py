@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,15 @@ def test_a_load_writes_each_layer_once_however_many_chunks_it_has(found: dict[st
     # One for each chunk, another for the rotation's table, and one for all slots.
     assert found["copies"]["load"] <= stage["chunks"] + 1
     assert found["copies"]["move"] <= 2 * stage["chunks"] + 1
+
+
+def test_layers_that_rotate_differently_are_moved_a_few_at_a_time(tmp_path: Path) -> None:
+    """The program compares bits with those that the CPU rotates."""
+    command = ["-m", "tools.device.stages.worker_steps", "--folder", str(tmp_path), "--one-layer"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (done.stdout[-3000:], done.stderr[-3000:])
 
 
 def test_a_save_reads_each_layer_once_however_many_chunks_it_has(found: dict[str, Any]) -> None:

@@ -240,11 +240,13 @@ def _uses_long_rotation(config: Mapping[str, Any], max_length: int | None) -> bo
     """
     given = config.get("rope_scaling") or config.get("rope_parameters")
     rope = given if isinstance(given, Mapping) else {}
-    if not any(rope.get(name) in ("longrope", "su") for name in ("rope_type", "type")):
-        return False
     name = "original_max_position_embeddings"
-    original = config.get(name) or rope.get(name)
-    return bool(max_length and isinstance(original, int) and max_length > original)
+    for one in (rope, *(of_type for of_type in rope.values() if isinstance(of_type, Mapping))):
+        if any(one.get(kind) in ("longrope", "su") for kind in ("rope_type", "type")):
+            original = config.get(name) or one.get(name)
+            if max_length and isinstance(original, int) and max_length > original:
+                return True
+    return False
 
 
 def kv_space(

@@ -40,6 +40,10 @@ class KeyRotation:
         if self.dtype not in NUMBERS:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(NUMBERS)}")
 
+    def of_layers(self, layers: range) -> KeyRotation:
+        """Return the rotation of arrays that have these layers only."""
+        return KeyRotation(self.rope.of_layers(layers), self.dtype)
+
     def rotate_part(self, part: Array, delta: int, out: Array | None = None) -> Array:
         """Move the keys of a native part, or of a whole value, by delta tokens.
 

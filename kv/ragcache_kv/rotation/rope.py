@@ -52,6 +52,21 @@ class Rope:
             replace(self, frequencies=self.by_layer[index], by_layer=()) if self.by_layer else self
         )
 
+    def of_layers(self, layers: range) -> Rope:
+        """Return the rotation of arrays that have these layers only."""
+        if not self.by_layer:
+            return self
+        kept = self.by_layer[layers.start : layers.stop]
+        return replace(self, frequencies=kept[0], by_layer=kept)
+
+    @property
+    def tables(self) -> tuple[list[Rope], list[int]]:
+        """The distinct rotations of layers, and the index of each layer's; one if all share it."""
+        of_layers = self.by_layer or (self.frequencies,)
+        distinct = list(dict.fromkeys(of_layers))
+        ropes = [replace(self, frequencies=one, by_layer=()) for one in distinct]
+        return ropes, [distinct.index(one) for one in of_layers]
+
 
 @dataclass(frozen=True, slots=True)
 class _Family:

@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from ragcache_engine.blend.attention import AttentionObserver
 from ragcache_engine.blend.chunk_shift import ChunkShift
 from ragcache_engine.blend.components import BlendComponents
 from ragcache_engine.blend.recomputer import Recomputer
+from ragcache_engine.kv_cache import paged_cache
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.context import EngineContext
 from ragcache_engine.protocol.messages import (
@@ -45,7 +47,7 @@ from ragcache_engine.protocol.messages import (
     VariantSpan,
 )
 from ragcache_engine.worker.worker import ConnectorWorker
-from ragcache_kv.rotation import KeyRotation
+from ragcache_kv.rotation import KeyRotation, Rope
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_kv.values.layout import value_bytes
 from ragcache_wire.settings import EngineSettings
@@ -75,14 +77,14 @@ WAIT_S = 60.0
 class Steps:
     """A worker on a simulated GPU, and the steps of an engine."""
 
-    def __init__(self, gpu: SimulatedGpu, store: str) -> None:
+    def __init__(self, gpu: SimulatedGpu, store: str, rope: Rope = ROPE) -> None:
         self.gpu = gpu
         self.model = SimulatedModel.make(gpu, 128)
         self.cache = PagedCache(self.model.named_layers(), DEVICE)
         recomputer = Recomputer(self.model.loaded())
-        recomputer.chunk_shift = ChunkShift(self.cache, ROPE)
+        recomputer.chunk_shift = ChunkShift(self.cache, rope)
         self.recomputer = recomputer
-        self.rotation = KeyRotation(ROPE, SPACE.dtype)
+        self.rotation = KeyRotation(rope, SPACE.dtype)
         observer = AttentionObserver(self.cache, recomputer)
         settings = EngineSettings(cachestore=FixedMembers((store,)))
         self.client = ShardedStore(settings.cachestore)
@@ -146,9 +148,9 @@ class Steps:
         require(same, "moved KV has other bits than those that the CPU rotates")
         return work
 
-    def blend(self, *, busy: bool) -> Work:
+    def blend(self) -> Work:
         """Load the chunks at other positions, and recompute a part of them."""
-        outcome, work = self._run(self._moved(LENGTH // 6), busy=busy)
+        outcome, work = self._run(self._moved(LENGTH // 6))
         require(outcome.recomputed_tokens > 0, "no token was recomputed")
         return work
 
@@ -184,7 +186,7 @@ class Steps:
         end = LENGTH + MOVED_BY
         return LoadJob("d", spans, MOVED_BY, end, self.other_blocks, DOMAIN, recompute)
 
-    def _run(self, job: LoadJob, *, busy: bool = False) -> tuple[LoadOutcome, Work]:
+    def _run(self, job: LoadJob) -> tuple[LoadOutcome, Work]:
         self.gpu.take_work()
         self.worker.start_loads(StepJobs(loads=(job,)))
         # All values arrive before the next step, so that the counts do not depend on the time.
@@ -192,7 +194,7 @@ class Steps:
         _wait(lambda: running.spans_fetched == len(job.spans))
 
         def received() -> bool:
-            self.worker.advance((), busy=busy)
+            self.worker.advance((), busy=False)
             self.gpu.finish()
             return job.request_id in self.worker.take_received()
 
@@ -257,15 +259,28 @@ def main() -> int:
     """Run the stage."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
-    folder = parser.parse_args().folder
-    store = start_cachestore(folder / "store")
+    parser.add_argument(
+        "--one-layer",
+        action="store_true",
+        help="save, load and move one layer at a time, and rotate each one differently",
+    )
+    given = parser.parse_args()
+    store = start_cachestore(given.folder / "store")
+    rope = ROPE
+    if given.one_layer:
+        paged_cache.STAGED_BYTES = 1
+        slower = tuple(
+            tuple(one / (index + 1) for one in ROPE.frequencies)
+            for index in range(SPACE.num_layers)
+        )
+        rope = replace(ROPE, by_layer=slower)
 
     def measure() -> dict[str, Any]:
         with simulated_gpu() as gpu:
-            steps = Steps(gpu, store.address)
+            steps = Steps(gpu, store.address, rope)
             works = {"save": steps.save(), "load": steps.load(), "move": steps.move()}
-            works["blend"] = steps.blend(busy=False)
-            works["observe"] = steps.observe()
+            if not given.one_layer:
+                works |= {"blend": steps.blend(), "observe": steps.observe()}
             steps.worker.close()
         steps_of = {name: _figures(work) for name, work in works.items()}
         return {"steps": steps_of, "chunks": NUM_CHUNKS, "layers": SPACE.num_layers}

@@ -102,6 +102,7 @@ class ChunkShift:
             blocks, in_block = self._cache.kernel_slots(one.blocks, positions)
             return self._packed.offsets(blocks.numpy(), in_block.numpy())
 
+        ropes, table_of = self._rope.tables
         return _CompiledShift(
             kernel=self._kernel(),
             packed=self._packed,
@@ -112,8 +113,9 @@ class ChunkShift:
             shifted=located(shifted),
             angles=[
                 (_cos_sin(recomputed.numpy(), rope), _cos_sin(shifted.numpy(), rope))
-                for rope in _ropes(self._rope)
+                for rope in ropes
             ],
+            table_of=table_of,
             pairs=_pairs(self._rope),
         )
 
@@ -159,7 +161,8 @@ class _CompiledShift:
         chunk_of: The chunk of each shifted token.
         recomputed: The recomputed tokens.
         shifted: The shifted tokens.
-        angles: Cosines and sines of both, for all layers or for each.
+        angles: Cosines and sines of both, for each distinct rotation.
+        table_of: Index of each layer's rotation; one entry if all layers share it.
         pairs: int64 [2, rotary_dim / 2].
     """
 
@@ -171,11 +174,12 @@ class _CompiledShift:
     recomputed: _Located
     shifted: _Located
     angles: Sequence[tuple[Floats, Floats]]
+    table_of: Sequence[int]
     pairs: NDArray[np.int64]
 
     def shift(self, index: int, key: torch.Tensor, value: torch.Tensor, write: _Write) -> None:
         """The kernel writes to the cache itself."""
-        of_recomputed, of_shifted = self.angles[index % len(self.angles)]
+        of_recomputed, of_shifted = self.angles[self.table_of[index % len(self.table_of)]]
         self.kernel(
             self.packed.layers[index],
             (*self.recomputed, of_recomputed),
@@ -206,7 +210,8 @@ class _TorchShift:
         weights: What each recomputed token adds to the shift of each chunk; float32
             [chunks, recomputed].
         slots: Of the shifted tokens.
-        angles: Rotations of the recomputed and of the shifted tokens, for all layers or for each.
+        angles: Rotations of the recomputed and of the shifted tokens, for each distinct rotation.
+        table_of: Index of each layer's rotation; one entry if all layers share it.
     """
 
     cache: PagedCache
@@ -217,6 +222,7 @@ class _TorchShift:
     weights: torch.Tensor
     slots: torch.Tensor
     angles: Sequence[tuple[_Angles, _Angles]]
+    table_of: Sequence[int]
 
     @classmethod
     def of(
@@ -227,6 +233,7 @@ class _TorchShift:
         recomputed = torch.tensor([p for run in one.runs for p in run], dtype=torch.int64)
         shifted = torch.from_numpy(plan.positions)
         table = torch.tensor(one.blocks, dtype=torch.int64)
+        ropes, table_of = rope.tables
         # Together, so that the device gets them in one copy.
         of_block, offsets, chunk_of, weights, slots, *angles = upload(
             [
@@ -236,9 +243,9 @@ class _TorchShift:
                 table[shifted // size] * size + shifted % size,
                 *(
                     tensor
-                    for of_layer in _ropes(rope)
+                    for one_rope in ropes
                     for positions in (recomputed, shifted)
-                    for tensor in _angles(positions, of_layer)
+                    for tensor in _angles(positions, one_rope)
                 ),
             ],
             cache.device,
@@ -255,6 +262,7 @@ class _TorchShift:
                 (_Angles(*angles[start : start + 3]), _Angles(*angles[start + 3 : start + 6]))
                 for start in range(0, len(angles), 6)
             ],
+            table_of=table_of,
         )
 
     def shift(self, index: int, key: torch.Tensor, value: torch.Tensor, write: _Write) -> None:
@@ -263,7 +271,7 @@ class _TorchShift:
         keys, values = keys.float(), values.float()
         shape = (count, *keys.shape[1:])
         new_keys, new_values = (rows[self.rows].view(shape).float() for rows in (key, value))
-        of_recomputed, of_shifted = self.angles[index % len(self.angles)]
+        of_recomputed, of_shifted = self.angles[self.table_of[index % len(self.table_of)]]
         key_changes = of_recomputed.unrotated(new_keys - keys[:count])
         value_changes = new_values - values[:count]
         key_shift, value_shift = (
@@ -299,11 +307,6 @@ class _Angles:
         """Rotate keys back to position 0."""
         partners = keys.index_select(-1, self.partner)
         return torch.addcmul(keys * self.cos, partners, self.sin, value=-1)
-
-
-def _ropes(rope: Rope) -> list[Rope]:
-    """Return the rotation of all layers, or those of each layer."""
-    return [rope.of_layer(index) for index in range(len(rope.by_layer) or 1)]
 
 
 def _angles(positions: torch.Tensor, rope: Rope) -> Iterator[torch.Tensor]:

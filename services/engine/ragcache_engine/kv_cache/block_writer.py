@@ -10,7 +10,12 @@ import torch
 from ragcache_engine.kv_cache.chunk_pool import concatenate_pieces, copy_value
 from ragcache_engine.kv_cache.device_event import DeviceEvent
 from ragcache_engine.kv_cache.host_memory import is_needed, upload
-from ragcache_engine.kv_cache.incoming_value import IncomingValue, LeasedSource, ValueSource
+from ragcache_engine.kv_cache.incoming_value import (
+    EncodedValue,
+    IncomingValue,
+    LeasedSource,
+    ValueSource,
+)
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.messages import LoadJob
 from ragcache_kv.rotation import KeyRotation
@@ -73,13 +78,18 @@ class BlockWriter:
                 one.source for one in values if reads_later or isinstance(one.source, LeasedSource)
             ]
         if is_needed(self._cache.device):
-            self._write_together(job, values, layers)
+            # A decoded value takes the device's memory, so only one is there at a time.
+            decoded = [one for one in values if isinstance(one.source, EncodedValue)]
+            stored = [one for one in values if not isinstance(one.source, EncodedValue)]
+            for together in (stored, *([one] for one in decoded)):
+                if together:
+                    self._write_together(job, together, layers)
             return
         for one in values:
             pieces, start = one.pieces(), one.start
             if one.value.rotate_by:
                 whole = concatenate_pieces(pieces, self._cache.device)
-                pieces = (self._rotated(whole, one),)
+                pieces = (self._rotated(whole, one, range(self._cache.num_layers)),)
             for piece in pieces:
                 stop = start + piece.shape[2]
                 slots = self._cache.slots(job.blocks, start, stop)
@@ -109,12 +119,15 @@ class BlockWriter:
             begin = 0
             for one, piece in pieces:
                 end = begin + piece.shape[2]
-                self._stage(one, piece[group.start : group.stop], staged[:, :, begin:end])
+                self._stage(one, piece, staged[:, :, begin:end], group)
                 begin = end
             self._cache.write(staged, slots, group.start)
 
-    def _stage(self, one: PlacedValue, piece: torch.Tensor, staged: torch.Tensor) -> None:
+    def _stage(
+        self, one: PlacedValue, whole: torch.Tensor, staged: torch.Tensor, layers: range
+    ) -> None:
         """Copy some layers of a piece to the device, with its keys rotated."""
+        piece = whole[layers.start : layers.stop]
         if not one.value.rotate_by and not piece.is_contiguous():
             copy_value(staged, piece, non_blocking=True)
             return
@@ -125,9 +138,9 @@ class BlockWriter:
             near = torch.empty(piece.shape, dtype=piece.dtype, device=staged.device)
             copy_value(near, piece, non_blocking=True)
         if one.value.rotate_by:
-            near = self._rotated(near, one)
+            near = self._rotated(near, one, layers)
         staged.copy_(near)
 
-    def _rotated(self, value: torch.Tensor, one: PlacedValue) -> torch.Tensor:
+    def _rotated(self, value: torch.Tensor, one: PlacedValue, layers: range) -> torch.Tensor:
         assert self._rotation is not None
-        return self._rotation.rotate_part(value, one.value.rotate_by)
+        return self._rotation.of_layers(layers).rotate_part(value, one.value.rotate_by)

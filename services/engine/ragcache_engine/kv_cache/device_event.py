@@ -31,8 +31,16 @@ class DeviceEvent:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the event is complete, so that ``wait`` would return at once."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        """Whether the event is complete, so that ``wait`` would return at once.
+
+        Also after an error of the device, which does no more work: what reads its result raises.
+        """
+        if self._event is None:
+            return True
+        try:
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return True
 
     def wait(self) -> None:
         """Block the calling thread until the event is complete."""

@@ -105,7 +105,11 @@ class ValueExporter:
         try:
             copies = self._copy_out(jobs)
         except Exception:
-            log.exception("worker: cannot save variants count=%d", len(jobs))
+            if len(jobs) > 1:  # one of them may be the reason
+                for job in jobs:
+                    self._copy_and_save((job,))
+                return
+            log.exception("worker: cannot save a variant")
             return
         for job, native in zip(jobs, copies, strict=True):
             try:

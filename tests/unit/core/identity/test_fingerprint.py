@@ -248,9 +248,21 @@ def test_a_text_config_that_is_no_object_is_refused() -> None:
         kv_space("f", {"text_config": [1]}, "auto")
 
 
-@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
-def test_the_two_rotations_of_longrope_are_two_spaces(field: str) -> None:
-    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+_LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("field", "rope"),
+    [
+        ("rope_scaling", _LONGROPE),
+        ("rope_parameters", _LONGROPE),
+        (
+            "rope_parameters",
+            {"sliding_attention": {"rope_theta": 1e4}, "full_attention": _LONGROPE},
+        ),
+    ],
+)
+def test_the_two_rotations_of_longrope_are_two_spaces(field: str, rope: dict[str, Any]) -> None:
     config = CONFIG | {field: rope}
     short, edge, long = (kv_space("f", config, "float16", max_length=n) for n in (100, 4096, 4097))
     assert short == edge == kv_space("f", config, "float16")

@@ -103,6 +103,11 @@ def test_each_type_of_layer_has_a_table_of_its_own() -> None:
     wide = read_rope(config(model_type="gemma3_text", rope_theta=1e6, rope_scaling=linear))
     assert rope.by_layer == (local, wide.frequencies, local)
     assert rope.of_layer(1) == wide
+    assert rope.tables == ([rope.of_layer(0), wide], [0, 1, 0])
+    assert wide.tables == ([wide], [0])
+    assert rope.of_layers(range(1, 3)).by_layer == (wide.frequencies, local)
+    assert rope.of_layers(range(1, 3)).of_layer(0) == wide
+    assert wide.of_layers(range(1, 3)) is wide
 
 
 def test_types_of_layers_with_equal_tables_are_one_rotation() -> None:
