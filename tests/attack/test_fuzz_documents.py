@@ -70,6 +70,7 @@ async def test_the_gateways_readers_go_on_after_changed_documents() -> None:
     makers = {kind: make() for kind, make in MAKERS.items()}
     rounds = range(FORKED // len(makers))
     changed = [(kind, make(rng)) for _ in rounds for kind, make in makers.items()]
+    others = {one.pid for one in psutil.Process().children()}  # of tests before this one
     extractor = TextExtractor()
     counts = dict.fromkeys(("read", "refused", "ended"), 0)
 
@@ -84,7 +85,8 @@ async def test_the_gateways_readers_go_on_after_changed_documents() -> None:
 
     try:
         await read_all()
-        started = {one.pid: Usage.of(one.pid) for one in psutil.Process().children()}
+        readers = {one.pid for one in psutil.Process().children()} - others
+        started = {pid: Usage.of(pid) for pid in readers}
         await read_all()
         assert 0 < len(started) <= NUM_PROCESSES
         for pid, before in started.items():
