@@ -14,7 +14,7 @@ SOURCES := $(PACKAGES) tests harness bench tools examples models
 .PHONY: help setup dev llama-index vllm-0.31 demo up test test-slow test-cluster coverage check format wire crds settings metrics images bench docs wheelhouse sbom clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/.ready ## make .venv with everything; WHEELS=DIR installs offline
 

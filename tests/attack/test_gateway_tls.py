@@ -192,6 +192,11 @@ async def test_commands_check_the_certificate(gateway: TlsGateway, tmp_path: Pat
     authority.write_text(issue(name=NAME).authorities)
     other.write_text(issue("other", NAME).authorities)
     own = gateway.folder / CERTIFICATE_FILE
+    # cert-manager writes the authorities behind a certificate. They may make others, too.
+    chain = tmp_path / "chain.crt"
+    chain.write_text(own.read_text() + issue(name=NAME).authorities)
+    neighbours = tmp_path / "neighbours.crt"
+    neighbours.write_text(issue(name="another").chain + issue(name=NAME).authorities)
 
     async def collections(target: GatewayTarget) -> int:
         async with GatewayApiClient(target) as client:
@@ -200,14 +205,38 @@ async def test_commands_check_the_certificate(gateway: TlsGateway, tmp_path: Pat
     by_address = admin.replace(NAME, "127.0.0.1")
     assert await collections(GatewayTarget(admin, key, ca_file=authority)) >= 0
     assert await collections(GatewayTarget(by_address, key, certificate=own)) >= 0
+    assert await collections(GatewayTarget(by_address, key, certificate=chain)) >= 0
     refused = [
         GatewayTarget(admin, key),
         GatewayTarget(admin, key, ca_file=other),
         GatewayTarget(by_address, key, ca_file=authority),  # another name
         GatewayTarget(admin, key, certificate=other),
+        GatewayTarget(admin, key, certificate=neighbours),
     ]
     for target in refused:
         with pytest.raises(Unavailable, match="--ca-file"):
             await collections(target)
     with pytest.raises(InvalidInput, match="RAGCACHE_CA_FILE"):
         await collections(GatewayTarget(admin, key, ca_file=tmp_path / "none.crt"))
+    with pytest.raises(InvalidInput, match="--certificate"):
+        await collections(GatewayTarget(admin, key, certificate=gateway.log))
+
+
+async def test_a_waiting_command_trusts_the_renewed_certificate(
+    gateway: TlsGateway, tmp_path: Path
+) -> None:
+    """As a sync whose file changes before or after the gateway's."""
+    key = bearer("red")["Authorization"].removeprefix("Bearer ")
+    mounted = tmp_path / "tls.crt"
+    mounted.write_text(issue("old", NAME).chain)
+    waits = 0
+
+    async def renew(_: float) -> None:
+        nonlocal waits
+        waits += 1
+        mounted.write_text((gateway.folder / CERTIFICATE_FILE).read_text())
+
+    target = GatewayTarget(f"https://{NAME}:{gateway.ports[1]}", key, certificate=mounted)
+    async with GatewayApiClient(target, patience_s=600, sleep=renew) as client:
+        assert len(await client.collections()) >= 0
+    assert waits == 1

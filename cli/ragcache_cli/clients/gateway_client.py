@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ _SHORTEST_WAIT_S = 1.0
 """Lower bound of the retry interval, also when the gateway suggests a shorter one."""
 _EVENT_PREFIX = "data:"
 _END = "[DONE]"
+_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
 class RequestRefused(RagCacheError):
@@ -97,6 +99,18 @@ class CollectionDocument:
     chunks: int
 
 
+def _first_certificate(path: Path) -> str:
+    """Return a server's own certificate, without the authorities after it that made it.
+
+    Raises:
+        OSError: The file cannot be read, or has no certificate.
+    """
+    found = _CERTIFICATE.search(path.read_text(errors="replace"))
+    if found is None:
+        raise OSError("it has no certificate")
+    return found.group()
+
+
 @dataclass(frozen=True, slots=True)
 class GatewayTarget:
     """A gateway, the API key for it, and what it has to show if its URL is https.
@@ -123,17 +137,24 @@ class GatewayTarget:
         if trusted is None or not self.url.startswith("https://"):
             return True
         try:
-            context = ssl.create_default_context(cafile=trusted)
+            if self.certificate is None:
+                return ssl.create_default_context(cafile=trusted)
+            context = ssl.create_default_context(cadata=_first_certificate(self.certificate))
         except OSError as error:  # SSLError is one
             name = CA_FILE_VARIABLE if self.certificate is None else "--certificate"
             raise InvalidInput(
                 name, f"{trusted} cannot be used: {error}", "name a file with certificates in PEM"
             ) from error
-        if self.certificate is not None:
-            # The file has the server's own certificate, so its names say nothing more.
-            context.check_hostname = False
-            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        # The one certificate that is trusted is the server's own, so its names say nothing more.
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         return context
+
+    def trust_renewed(self, context: ssl.SSLContext | bool) -> None:
+        """Let a context of ``verification`` trust the certificate that the file has by now."""
+        if self.certificate is not None and isinstance(context, ssl.SSLContext):
+            with suppress(OSError):  # it trusts the earlier one still
+                context.load_verify_locations(cadata=_first_certificate(self.certificate))
 
     def __str__(self) -> str:
         return self.url
@@ -190,7 +211,9 @@ class GatewayApiClient:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        self._target = target
         self._url = target.url
+        self._verification = target.verification()
         self._patience_s = patience_s
         self._clock = clock
         self._sleep = sleep
@@ -198,7 +221,7 @@ class GatewayApiClient:
         key = target.api_key
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http = httpx.AsyncClient(
-            base_url=target.url, timeout=timeout, headers=headers, verify=target.verification()
+            base_url=target.url, timeout=timeout, headers=headers, verify=self._verification
         )
 
     async def __aenter__(self) -> Self:
@@ -474,6 +497,7 @@ class GatewayApiClient:
                 if self._clock() - began_s + wait_s > self._patience_s:
                     raise
                 await self._sleep(wait_s)
+                self._target.trust_renewed(self._verification)
 
     async def _send(
         self,

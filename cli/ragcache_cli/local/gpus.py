@@ -16,7 +16,7 @@ from ragcache_operator.spec.ragcache import EngineSpec, RagCacheSpec
 DEVICES_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 _TIMEOUT_S: Final = 30.0
 """Time of ``nvidia-smi``. Without a running persistence daemon it first loads the driver."""
-_QUERY: Final = ("--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits")
+_QUERY: Final = ("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
 _MIB: Final = 1 << 20
 
 
@@ -25,10 +25,12 @@ class Gpu:
     """A GPU of this machine.
 
     Args:
-        device: Its index or its UUID, as CUDA_VISIBLE_DEVICES has it.
+        device: Its UUID. CUDA numbers GPUs in another order than the driver does.
+        index: Of the driver.
     """
 
     device: str
+    index: str
     name: str
     memory_bytes: int
 
@@ -60,13 +62,16 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """Return the GPUs of a table with index, name and memory in MiB. Other lines are ignored."""
+    """Return the GPUs of a table with index, UUID, name and MiB of memory.
+
+    Other lines are ignored.
+    """
     found = []
     for line in text.splitlines():
-        device, _, rest = line.partition(",")
-        name, _, memory_mib = rest.rpartition(",")
-        if device.strip().isdecimal() and memory_mib.strip().isdecimal():
-            found.append(Gpu(device.strip(), name.strip(), int(memory_mib) * _MIB))
+        fields = [one.strip() for one in line.split(",")]
+        if len(fields) >= 4 and fields[0].isdecimal() and fields[-1].isdecimal():
+            index, device, *name, memory_mib = fields
+            found.append(Gpu(device, index, ", ".join(name), int(memory_mib) * _MIB))
     return found
 
 
@@ -129,7 +134,13 @@ def _is_on_cpu(engine: EngineSpec) -> bool:
 
 
 def _is_allowed(gpu: Gpu, allowed: str | None) -> bool:
-    return allowed is None or gpu.device in (one.strip() for one in allowed.split(","))
+    """Whether CUDA_VISIBLE_DEVICES has its index, or its UUID or the beginning of it."""
+    if allowed is None:
+        return True
+    listed = [one.strip() for one in allowed.split(",")]
+    return gpu.index in listed or any(
+        gpu.device.startswith(one) for one in listed if one and not one.isdecimal()
+    )
 
 
 def _torch_version() -> str:

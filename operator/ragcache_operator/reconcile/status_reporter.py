@@ -183,7 +183,9 @@ class StatusReporter:
         resources = awaited_resources(pods)
         if not resources:
             state.gpu_capacity, state.next_nodes_s = None, 0.0
-        elif time.monotonic() >= state.next_nodes_s:
+        elif time.monotonic() >= state.next_nodes_s or (
+            state.gpu_capacity is not None and not resources <= state.gpu_capacity.keys()
+        ):
             state.next_nodes_s = time.monotonic() + NODES_POLL_S
             state.gpu_capacity = await read_gpu_capacity(self._api, resources)
         return state.gpu_capacity

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ragcache_operator.builders.metadata import WORKLOADS
 from ragcache_operator.kube.resources import Object
+from ragcache_operator.spec.quantity import parse_quantity
 from ragcache_operator.status.component import PodWait
 from ragcache_operator.status.conditions import ConditionState
 
@@ -31,7 +32,10 @@ def awaited_resources(pods: Sequence[Object]) -> frozenset[str]:
 def gpu_capacity(nodes: Sequence[Object], resources: frozenset[str]) -> dict[str, int]:
     """Return how many of each extended resource the nodes have for pods together."""
     allocatable = [(node.get("status") or {}).get("allocatable") or {} for node in nodes]
-    return {name: sum(int(one.get(name, 0)) for one in allocatable) for name in resources}
+    return {
+        name: sum(parse_quantity(str(one.get(name, 0))) for one in allocatable)
+        for name in resources
+    }
 
 
 def gpu_waits(pods: Sequence[Object], capacity: Mapping[str, int] | None) -> dict[str, PodWait]:

@@ -79,23 +79,29 @@ class Reads:
             now = self._state.clock()
             with self._state.lock:
                 return [self._open(key, exact, domain, now) for key in keys]
-        decrypted, held = self._decrypt(keys, exact, domain)
-        now = self._state.clock()
-        with self._state.lock:
-            answers = [self._open(key, exact, domain, now, decrypted) for key in keys]
-            for copy in (*held, *decrypted.values()):
-                self._state.memory.release(copy)
-            self._state.memory_freed.notify_all()
-        return answers
+        on_disk, held = self._hold(keys, exact, domain)
+        decrypted: dict[CatalogVariant, TierCopy] = {}
+        try:
+            for variant in on_disk:
+                if (copy := self._mover.decrypt(variant)) is not None:
+                    decrypted[variant] = copy
+            now = self._state.clock()
+            with self._state.lock:
+                return [self._open(key, exact, domain, now, decrypted) for key in keys]
+        finally:
+            with self._state.lock:
+                for copy in (*held, *decrypted.values()):
+                    self._state.memory.release(copy)
+                self._state.memory_freed.notify_all()
 
-    def _decrypt(
+    def _hold(
         self, keys: Sequence[VariantKey], exact: bool, domain: str
-    ) -> tuple[dict[CatalogVariant, TierCopy], list[TierCopy]]:
-        """Decrypt the values of keys that are on disk alone into memory.
+    ) -> tuple[list[CatalogVariant], list[TierCopy]]:
+        """Keep the values of keys that are in memory.
 
         Returns:
-            Their copies, and the copies of the other keys in memory, each with a reference of the
-            caller. So no value of the request is evicted for another one.
+            The variants that are on disk alone, and the copies of the others, each with a reference
+            of the caller. So no value of the request is evicted for another one.
         """
         held, on_disk = [], []
         with self._state.lock:
@@ -108,8 +114,7 @@ class Reads:
                 else:
                     variant.memory.ref_count += 1
                     held.append(variant.memory)
-        decrypted = [(one, self._mover.decrypt(one)) for one in on_disk]
-        return {one: copy for one, copy in decrypted if copy is not None}, held
+        return on_disk, held
 
     def _open(
         self,

@@ -70,7 +70,7 @@ class Desk:
     def has_gpus(self, number: int) -> None:
         """Put a stand-in for the driver's program into the folder."""
         program = self.folder / "nvidia-smi"
-        lines = "".join(f"echo '{i}, NVIDIA L4, 23034'\n" for i in range(number))
+        lines = "".join(f"echo '{i}, GPU-{i}, NVIDIA L4, 23034'\n" for i in range(number))
         program.write_text(f"#!/bin/sh\n{lines}")
         program.chmod(0o755)
 
@@ -165,7 +165,7 @@ def test_each_engine_on_a_gpu_gets_one_of_the_machine(
         command.wait()
     assert devices == {
         **dict.fromkeys(("gateway", "retriever", "cachestore")),
-        **{"engine-e0": "0", "engine-e1": "1"},
+        **{"engine-e0": "GPU-0", "engine-e1": "GPU-1"},
     }
 
 

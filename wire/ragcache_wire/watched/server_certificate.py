@@ -58,7 +58,8 @@ def _context(folder: Path, field: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        context.load_cert_chain(folder / CERTIFICATE_FILE, folder / KEY_FILE)
+        # Without a password here, OpenSSL would wait for one at the terminal.
+        context.load_cert_chain(folder / CERTIFICATE_FILE, folder / KEY_FILE, password="")
     except (OSError, ValueError) as error:  # SSLError is an OSError
         raise InvalidInput(field, f"{folder} cannot be used: {error}", _FIX) from error
     # Both ends of HTTP/1.1 name it, so that no client takes the port for another protocol's.

@@ -381,15 +381,18 @@ class TierMover:
             if target is None:
                 return None
             source.ref_count += 1
-        self._memory_tier.grow(target.extents)
-        intact = self._read_disk(variant, source, self._memory_tier.views(target.extents))
-        if not intact:
-            self.drop_corrupt(variant, source)
-        with self._state.lock:
-            self._state.disk.release(source)
+        intact = False
+        try:
+            self._memory_tier.grow(target.extents)
+            intact = self._read_disk(variant, source, self._memory_tier.views(target.extents))
             if not intact:
-                self._state.memory.release(target)
-                self._state.memory_freed.notify_all()
+                self.drop_corrupt(variant, source)
+        finally:
+            with self._state.lock:
+                self._state.disk.release(source)
+                if not intact:
+                    self._state.memory.release(target)
+                    self._state.memory_freed.notify_all()
         self.try_free_dropped_copies()
         return target if intact else None
 

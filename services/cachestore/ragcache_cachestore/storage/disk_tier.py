@@ -165,7 +165,7 @@ class DiskTier:
                     piece = Extent(offset, min(most, end - offset))
                     reserved = self.allocator.reserve(piece)
                 if reserved:
-                    self._punch((piece,))
+                    self._punch((piece,), or_overwrite=not if_low)
                     with lock:
                         self.allocator.unreserve(piece)
                 offset += piece.num_bytes
@@ -237,9 +237,14 @@ class DiskTier:
             views = _rest(views, num_bytes)
         return True
 
-    def _punch(self, extents: Sequence[Extent]) -> None:
+    def _punch(self, extents: Sequence[Extent], *, or_overwrite: bool = False) -> None:
         for extent in extents:
-            _libc.fallocate(self.fd, _PUNCH, extent.offset, extent.num_bytes)
+            failed = _libc.fallocate(self.fd, _PUNCH, extent.offset, extent.num_bytes)
+            if failed and or_overwrite:
+                zeros = memoryview(bytes(min(SLICE_BYTES, extent.num_bytes)))
+                for start in range(0, extent.num_bytes, SLICE_BYTES):
+                    piece = zeros[: extent.num_bytes - start]
+                    self._write_all(extent.offset + start, [piece])
 
 
 def _cut(

@@ -32,7 +32,7 @@ _SAFETENSORS_FORMATS: Final = frozenset(
     }
 )
 """Load formats that read the folder's ``*.safetensors``. ``auto`` and ``hf`` read others only if
-there are none. A folder without them has no fingerprint, and a commit of the hub names all files."""
+there are none. A folder without them has no fingerprint. A commit of the hub names all files."""
 
 
 def check_config(vllm_config: VllmConfig, settings: EngineSettings) -> None:

@@ -118,7 +118,7 @@ class FileSink(StreamSink):
         """Delete files of stopped gateways. A file that is no audit log stays."""
         try:
             paths = {one.stem: one for one in self._path.parent.glob(f"*{self._path.suffix}")}
-            files = [_file_of(one) for one in paths.values() if _is_audit_log(one)]
+            files = [found for one in paths.values() if (found := _audit_file(one)) is not None]
             left = files_to_delete(files, self._path.stem, time.time(), self._max_bytes)
             for one in left:
                 paths[one.stem].unlink(missing_ok=True)
@@ -147,8 +147,14 @@ def audit_sink(settings: GatewaySettings) -> StreamSink | None:
     return FileSink(Path(settings.audit), settings.audit_max_bytes)
 
 
-def _file_of(path: Path) -> AuditFile:
-    found = path.stat(follow_symlinks=False)
+def _audit_file(path: Path) -> AuditFile | None:
+    """Return a file of an audit log; None if it is none, or another gateway has deleted it."""
+    try:
+        if not _is_audit_log(path):
+            return None
+        found = path.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
     return AuditFile(path.stem, found.st_size, found.st_mtime)
 
 

@@ -9,11 +9,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragcache_cachestore.storage import disk_tier
 from ragcache_cachestore.storage.disk_tier import FREE_RESERVE_BYTES, LOW_BYTES, DiskTier
 from ragcache_core.errors import InvalidInput, Unavailable
 from ragcache_core.storage.extents import PAGE_BYTES, Extent
@@ -223,7 +225,8 @@ def test_free_extents_are_returned_in_small_pieces(tmp_path: Path) -> None:
     file = DiskTier(tmp_path / "values", 64 * PAGE_BYTES, free_bytes=lambda: 0)
     punched: list[Extent] = []
 
-    def punch(extents: Sequence[Extent]) -> None:
+    def punch(extents: Sequence[Extent], *, or_overwrite: bool = False) -> None:
+        assert not or_overwrite
         punched.extend(extents)
         assert file.allocator.used_bytes == 0
         assert file.allocator.free_bytes >= 60 * PAGE_BYTES
@@ -232,6 +235,19 @@ def test_free_extents_are_returned_in_small_pieces(tmp_path: Path) -> None:
     file.punch_free(threading.Lock())
     assert sum(extent.num_bytes for extent in punched) == 64 * PAGE_BYTES
     assert file.allocator.free_bytes == 64 * PAGE_BYTES
+    file.allocator.check()
+    file.close()
+
+
+def test_free_bytes_are_overwritten_on_a_volume_that_cannot_drop_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = DiskTier(tmp_path / "values", 64 * PAGE_BYTES)
+    extent = Extent(PAGE_BYTES, 3 * PAGE_BYTES)
+    file.write((extent,), [memoryview(b"x" * extent.num_bytes)])
+    monkeypatch.setattr(disk_tier, "_libc", SimpleNamespace(fallocate=lambda *_: -1))
+    file.punch_free(threading.Lock(), if_low=False)
+    assert b"x" not in (tmp_path / "values").read_bytes()
     file.allocator.check()
     file.close()
 

@@ -19,7 +19,7 @@ from ragcache_operator.builders import build_children
 from tests.kit.operator import make_cache
 
 H100 = "NVIDIA H100 80GB HBM3"
-TABLE = f"0, {H100}, 81559\n1, {H100}, 81559\n"
+TABLE = f"0, GPU-5e0f, {H100}, 81559\n1, GPU-77aa, {H100}, 81559\n"
 
 
 def driver(folder: Path, said: str, status: int = 0) -> dict[str, str]:
@@ -36,12 +36,17 @@ def engines(*devices: str) -> list[dict[str, Any]]:
 
 def test_the_driver_names_its_gpus(tmp_path: Path) -> None:
     found = find_gpus(driver(tmp_path, TABLE))
-    assert found == [Gpu("0", H100, 81559 << 20), Gpu("1", H100, 81559 << 20)]
+    assert found == [
+        Gpu("GPU-5e0f", "0", H100, 81559 << 20),
+        Gpu("GPU-77aa", "1", H100, 81559 << 20),
+    ]
 
 
 def test_only_visible_gpus_count(tmp_path: Path) -> None:
-    environment = driver(tmp_path, TABLE) | {"CUDA_VISIBLE_DEVICES": "1"}
-    assert [gpu.device for gpu in find_gpus(environment)] == ["1"]
+    environment = driver(tmp_path, TABLE)
+    for allowed in ("1", "GPU-77aa", "GPU-77", " 1, 9"):
+        environment["CUDA_VISIBLE_DEVICES"] = allowed
+        assert [gpu.index for gpu in find_gpus(environment)] == ["1"]
     with pytest.raises(InvalidInput, match="CUDA_VISIBLE_DEVICES=7 allows"):
         find_gpus(environment | {"CUDA_VISIBLE_DEVICES": "7"})
 

@@ -88,6 +88,15 @@ def test_the_condition_has_a_reason_for_each_wait(
     assert words in found.message
 
 
+def test_nodes_tell_their_capacity_as_quantities() -> None:
+    nodes = [{"status": {"allocatable": {"nvidia.com/gpu": one}}} for one in ("2", "1k")]
+    names = frozenset({"nvidia.com/gpu", "nvidia.com/mig-1g.10gb"})
+    assert gpu_capacity([*nodes, {}], names) == {
+        "nvidia.com/gpu": 1002,
+        "nvidia.com/mig-1g.10gb": 0,
+    }
+
+
 def test_a_pod_that_lacks_memory_alone_waits_for_no_gpu() -> None:
     waiting = pod("a", lacks="cpu")
     assert awaited_resources([waiting]) == frozenset()
