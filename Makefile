@@ -32,7 +32,7 @@ llama-index: .venv-llama-index/.ready ## make .venv-llama-index, which a test of
 	.venv-llama-index/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links "$(WHEELS)") -r constraints-llama-index.txt
 	@touch $@
 
-vllm-0.31: .venv-vllm-0.31/.ready ## make .venv-vllm-0.31, in which the engine's tests run on the older vLLM
+vllm-0.31: .venv-vllm-0.31/.ready ## make .venv-vllm-0.31, for the engine's tests on the older vLLM
 
 .venv-vllm-0.31/.ready: pyproject.toml constraints.txt constraints-vllm-0.31.txt tools/setup.sh
 	PYTHON="$(PYTHON)" WHEELS="$(WHEELS)" tools/setup.sh --vllm 0.31

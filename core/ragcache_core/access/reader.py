@@ -64,7 +64,7 @@ def reader_of(name: str, collections: tuple[str, ...], wanted: Filter | None) ->
 EVERYONE: Final = reader_of("anyone", (), None)
 """The reader of a platform without keys."""
 
-NOBODY: Final = Reader(bytes(KEY_BYTES), bytes(KEY_BYTES), reads_all=False)
+NO_READER: Final = Reader(bytes(KEY_BYTES), bytes(KEY_BYTES), reads_all=False)
 """A reader without rights, which may use only what the prompt itself has. Its digests equal none,
 also not its own in an influence."""
 
@@ -90,12 +90,12 @@ def may_use(
     head, documents = prefix_chunks[: influence.num_head], prefix_chunks[influence.num_head :]
     may_read = (
         reader.reads_all
-        or (influence.rights == reader.rights and reader.rights != NOBODY.rights)
+        or (influence.rights == reader.rights and reader.rights != NO_READER.rights)
         or (is_exact and all(chunk in present for chunk in documents))
     )
     is_own = (
         not influence.writer
-        or (influence.writer == reader.key and reader.key != NOBODY.key)
+        or (influence.writer == reader.key and reader.key != NO_READER.key)
         or (is_exact and all(chunk in present for chunk in head))
     )
     return may_read and is_own

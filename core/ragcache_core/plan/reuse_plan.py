@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Any, Final
 from urllib.parse import quote
 
-from ragcache_core.access.reader import NOBODY, Reader
+from ragcache_core.access.reader import NO_READER, Reader
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey
 from ragcache_core.store_api import MAX_NAME_CHARS
@@ -128,7 +128,7 @@ class ReusePlan:
     handoff_wait_s: float = 0.0
     alpha: float | None = None
     trial: bool = False
-    reader: Reader = NOBODY
+    reader: Reader = NO_READER
     num_head: int = 0
     own_head: bool = True
 

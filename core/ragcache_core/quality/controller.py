@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from ragcache_core.access.reader import NOBODY, Reader
+from ragcache_core.access.reader import NO_READER, Reader
 from ragcache_core.blend.variant_selection import ALPHA
 from ragcache_core.cluster.recent_deletes import RecentDeletes
 from ragcache_core.identity.keys import PUBLIC_DOMAIN
@@ -47,7 +47,7 @@ class AskedQuestion:
     documents: tuple[str, ...]
     planned_at_ms: int
     domain: str = PUBLIC_DOMAIN
-    reader: Reader = NOBODY
+    reader: Reader = NO_READER
 
 
 class QuestionReservoir:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import yaml
 from typing_extensions import override
 
 from bench.operator import OPERATOR, AuditLog
+from harness.availability import Unavailable, skip
 from harness.cluster.control_plane import ControlPlane, start_control_plane
 from ragcache_operator.builders.keys import ComponentKeys
 from ragcache_operator.config import Installation, OperatorConfig
@@ -31,6 +32,19 @@ ROOT = Path(__file__).resolve().parents[3]
 NAMESPACE = "default"
 KEYS = ComponentKeys(bytes(32))
 CONFIG = OperatorConfig("ragcache-system", "test", tag="1")
+
+
+@contextmanager
+def plane_or_skip(
+    starting: Callable[[], AbstractContextManager[ControlPlane]],
+) -> Iterator[ControlPlane]:
+    """Run an API server. Skips the test where none can run."""
+    with ExitStack() as stack:
+        try:
+            plane = stack.enter_context(starting())
+        except Unavailable as reason:
+            skip(reason)
+        yield plane
 
 
 @contextmanager

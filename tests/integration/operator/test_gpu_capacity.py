@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.availability import Unavailable, skip
 from harness.cluster.control_plane import ControlPlane, start_control_plane
 from harness.cluster.kubeconfig import User
 from ragcache_operator.kube.api import Api
 from ragcache_operator.kube.resources import NODES
 from ragcache_operator.reconcile.status_reporter import read_gpu_capacity
+from tests.integration.operator.operator_pass import plane_or_skip
 
 GPU = "nvidia.com/gpu"
 MIG = "nvidia.com/mig-3g.40gb"
@@ -21,15 +21,9 @@ WITHOUT_RIGHTS = User("operator-without-nodes", ())
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """An API server with a user who may do nothing."""
-    try:
-        starting = start_control_plane(tmp_path_factory.mktemp("plane"), users=[WITHOUT_RIGHTS])
-        plane = starting.__enter__()
-    except Unavailable as reason:
-        skip(reason)
-    try:
+    folder = tmp_path_factory.mktemp("plane")
+    with plane_or_skip(lambda: start_control_plane(folder, users=[WITHOUT_RIGHTS])) as plane:
         yield plane
-    finally:
-        starting.__exit__(None, None, None)
 
 
 async def test_the_gpus_of_all_nodes_are_counted(plane: ControlPlane) -> None:

@@ -26,7 +26,7 @@ MARKER = b"the salary of the director is 40,000 florins "
 
 
 class KeyFile:
-    """A file of keys, and the clock by which a store reads it again."""
+    """A file of keys. Its clock tells a store when to read it again."""
 
     def __init__(self, path: Path, *keys: str) -> None:
         self.path, self._now = path, 0.0

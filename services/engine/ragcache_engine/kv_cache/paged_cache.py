@@ -24,8 +24,7 @@ from ragcache_engine.kv_cache.host_memory import empty_pinned, is_needed, upload
 log = logging.getLogger("vllm.ragcache")
 
 STAGED_BYTES = 64 << 20
-"""Device memory, at most, in which tokens are put together on their way to or from the host. One
-layer may need more."""
+"""Device memory for tokens on their way to or from the host, at most. One layer may need more."""
 
 _LOCATED = 4
 """Lists of tokens whose places on the device are kept for the next layers."""

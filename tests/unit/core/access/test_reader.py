@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.access.caller import ANYONE, Caller
-from ragcache_core.access.reader import EVERYONE, NOBODY, Reader, may_use, reader_of
+from ragcache_core.access.reader import EVERYONE, NO_READER, Reader, may_use, reader_of
 from ragcache_core.identity.variant import Influence
 from ragcache_core.plan.prompt import assemble
 from ragcache_core.plan.reuse_plan import ReusePlan
@@ -126,15 +126,15 @@ def test_a_caller_without_keys_reads_all() -> None:
 
 
 @given(st.sets(chunks), influences(), prefixes)
-def test_nobody_uses_only_what_the_prompt_has(
+def test_a_plan_without_a_reader_uses_only_what_the_prompt_has(
     present: set[bytes], influence: Influence, prefix: tuple[bytes, ...]
 ) -> None:
     """A plan has no more rights than it names."""
-    assert ReusePlan("r", "d", ()).reader == NOBODY
-    assert AskedQuestion(assemble([1], [], [2]), (), 0).reader == NOBODY
-    for own in (influence, Influence(NOBODY.rights, NOBODY.key, influence.num_head)):
-        assert not may_use(NOBODY, present, own, prefix, is_exact=False)
-    assert may_use(NOBODY, {*prefix}, influence, prefix, is_exact=True)
+    assert ReusePlan("r", "d", ()).reader == NO_READER
+    assert AskedQuestion(assemble([1], [], [2]), (), 0).reader == NO_READER
+    for own in (influence, Influence(NO_READER.rights, NO_READER.key, influence.num_head)):
+        assert not may_use(NO_READER, present, own, prefix, is_exact=False)
+    assert may_use(NO_READER, {*prefix}, influence, prefix, is_exact=True)
 
 
 def test_a_reader_has_two_digests() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.access.reader import NOBODY
+from ragcache_core.access.reader import NO_READER
 from ragcache_core.cost.prefill_profile import PrefillProfile
 from ragcache_core.errors import Unavailable
 from ragcache_core.identity.keys import VariantKey
@@ -201,7 +201,7 @@ def test_a_save_names_its_origin_and_the_deletes_it_knows_of(engine: SchedulerHa
     saves = engine.saves("r", pieces=2)
     chunks = tuple(segment.chunk for segment in plan.segments)
     keys = [job.span.variant for job in saves]
-    influence = Influence(NOBODY.rights, NOBODY.key, num_head=1)
+    influence = Influence(NO_READER.rights, NO_READER.key, num_head=1)
     assert [job.origin for job in saves] == [
         Origin((), None, "tenant", influence=influence),
         Origin(chunks[:1], keys[0], "tenant", "c/a", influence=influence),
