@@ -6,14 +6,19 @@ operator compares desired and live objects field by field.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakSet
 
 import aiohttp
+from aiohttp.connector import AddrInfoType
 from kubernetes_asyncio.client import ApiClient, Configuration
 from kubernetes_asyncio.config import ConfigException, load_incluster_config, load_kube_config
 
@@ -23,6 +28,8 @@ from ragcache_operator.kube.resources import Object, Resource, resource_of
 FIELD_MANAGER = "ragcache-operator"
 _COMPONENT = "kubernetes"
 _TIMEOUT_S = 30.0
+_CLOSE_TIMEOUT_S = 2.0
+_CLOSE_POLL_S = 0.001
 _GONE = 410
 _NOT_FOUND = 404
 _CONFLICT = 409
@@ -78,6 +85,8 @@ class Api:
 
     def __init__(self, client: ApiClient) -> None:
         self._client = client
+        self._sockets: WeakSet[socket.socket] = WeakSet()
+        client.rest_client.pool_manager.connector._socket_factory = self._open_socket
 
     @classmethod
     async def connect(cls, kubeconfig: Path | None = None, context: str | None = None) -> Api:
@@ -117,6 +126,21 @@ class Api:
     async def close(self) -> None:
         """Close every connection and end the watches."""
         await self._client.close()
+        # asyncio forgets a connection whose TLS handshake is cancelled before it begins. The end
+        # of its stream closes it.
+        for opened in self._sockets:
+            with contextlib.suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                while any(opened.fileno() >= 0 for opened in self._sockets):
+                    await asyncio.sleep(_CLOSE_POLL_S)
+
+    def _open_socket(self, address: AddrInfoType) -> socket.socket:
+        family, kind, protocol, *_ = address
+        opened = socket.socket(family, kind, protocol)
+        self._sockets.add(opened)
+        return opened
 
     async def __aenter__(self) -> Api:
         """Return the client. The context closes it."""

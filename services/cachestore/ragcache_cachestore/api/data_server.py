@@ -219,10 +219,12 @@ class DataServer:
             is_full = len(self._connections) >= most
             if self._closed or (is_full and not self._evict_idlest()):
                 return False
+            count = len(self._connections) + 1
+            self._peak = max(self._peak, count)
+            # Before the start, so that the statistics never lag behind what a client has seen.
+            self._store.note_connections(count, evicted=is_full)
             connection.start()  # within the lock, so that close can join every connection
             self._connections.add(connection)
-            self._peak = max(self._peak, len(self._connections))
-            self._store.note_connections(len(self._connections), evicted=is_full)
         return True
 
     def _evict_idlest(self) -> bool:
