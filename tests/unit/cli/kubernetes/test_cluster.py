@@ -312,7 +312,7 @@ def test_a_container_has_a_log_once_it_has_started() -> None:
 
 
 def test_a_colocated_shard_is_chosen_by_its_container() -> None:
-    running = [
+    running: list[Object] = [
         {"name": name, "restartCount": 0, "state": {"running": {}}}
         for name in ("engine", "cachestore")
     ]

@@ -450,7 +450,7 @@ def test_colocated_shards_are_counted_by_their_containers() -> None:
         for one in workloads_of(desired)
     }
     engine = live["docs-engine-main"]["spec"]["template"]
-    running = {"state": {"running": {}}}
+    running: dict[str, Any] = {"state": {"running": {}}}
 
     def engine_pod(index: int, *, shard_ready: bool) -> dict[str, Any]:
         found = pod(f"docs-engine-main-{index}")
