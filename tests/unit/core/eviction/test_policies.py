@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from ragcache_core.eviction import DEFAULT_POLICY, EvictionCandidate, EvictionPo
 from ragcache_core.eviction import POLICY_NAMES as PRODUCT_POLICY_NAMES
 from ragcache_core.eviction.admission import make_admission
 from ragcache_core.eviction.policy import MAX_PROTECTED_PER_SEARCH
-from ragcache_core.eviction.score import FIRST_HALF_LIFE_S, ScorePolicy
+from ragcache_core.eviction.reuse_by_depth import ReuseByDepth
+from ragcache_core.eviction.score import FIRST_HALF_LIFE_S, USES_EXPONENT, ScorePolicy
 from ragcache_core.store_api import VariantUse
 
 MONOTONE = tuple(name for name in POLICY_NAMES if name not in {"pgdsf", "score"})
@@ -425,6 +427,72 @@ def test_the_half_life_follows_the_traffic() -> None:
             now += gap_s
         score.check()
         assert 2.0 * gap_s / 1.5 < score.half_life_s < 2.0 * gap_s * 1.5
+
+
+def prompts_that_share_their_first_chunk(*, leaves_only: bool) -> ScorePolicy[str]:
+    """Return a policy that has seen 200 prompts of a shared root, used twice, and a child."""
+    policy: ScorePolicy[str] = ScorePolicy(leaves_only=leaves_only)
+    for number in range(200):
+        policy.add(f"root {number}", candidate(), float(number))
+        policy.add(f"child {number}", candidate(parent=f"root {number}"), float(number))
+        policy.touch(f"root {number}", float(number))
+    for number in range(200):
+        policy.remove(f"child {number}")
+        policy.remove(f"root {number}")
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("leaves_only", "first"), [(True, "later child"), (False, "earlier root")]
+)
+def test_the_score_learns_which_depths_are_asked_for_again(leaves_only: bool, first: str) -> None:
+    policy = prompts_that_share_their_first_chunk(leaves_only=leaves_only)
+    policy.add("earlier root", candidate(), 200.0)
+    policy.add("later child", candidate(parent="a root of another shard"), 201.0)
+    assert policy.evict(lambda key: True) == first
+
+
+def test_a_depth_that_is_asked_for_as_often_does_not_change_the_order() -> None:
+    policy: ScorePolicy[str] = ScorePolicy(leaves_only=True)
+    for number in range(200):
+        policy.add(f"root {number}", candidate(), float(number))
+        policy.add(f"child {number}", candidate(parent=f"root {number}"), float(number))
+        policy.touch(f"root {number}", float(number))
+        policy.touch(f"child {number}", float(number))
+    policy.add("earlier root", candidate(), 200.0)
+    policy.add("later child", candidate(parent="a root of another shard"), 201.0)
+    assert policy.priority("later child", 201.0) > policy.priority("earlier root", 201.0)
+
+
+def test_the_score_remembers_the_depth_of_evicted_entries() -> None:
+    policy = prompts_that_share_their_first_chunk(leaves_only=True)
+    policy.add("root", candidate(), 200.0)
+    policy.add("child", candidate(parent="root"), 200.0)
+    once = policy.priority("child", 200.0)
+    assert policy.evict(lambda key: True) == "child"
+    policy.count_rejected("child", candidate(parent="root"), 200.0)
+    assert policy.prospective_priority("child", candidate(parent="root"), 200.0) == pytest.approx(
+        once + USES_EXPONENT * math.log2(3)
+    )
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=200),
+    st.integers(0, 20),
+)
+def test_a_share_of_reuse_is_finite_and_starts_at_none(
+    entries: list[tuple[int, bool]], depth: int
+) -> None:
+    reuse = ReuseByDepth()
+    assert reuse.log2_share(depth) == 0.0
+    for one, is_reused in entries:
+        reuse.add_entry(one)
+        if is_reused:
+            reuse.add_reuse(one)
+    reuse.publish()
+    assert not reuse.has_moved()
+    assert math.isfinite(reuse.log2_share(depth))
+    assert reuse.log2_share(0) == 0.0
 
 
 def test_a_full_computation_adds_one_to_the_frequency_of_reuse() -> None:
