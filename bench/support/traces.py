@@ -244,7 +244,8 @@ class Replay:
         tally = Tally()
         for number, request in enumerate(trace.requests):
             asked = {access.key for access in request.accesses}
-            self._held = self._needed_by(trace.requests[number + 1 : number + 1 + self._lookahead])
+            later = trace.requests[number + 1 : number + 1 + self._lookahead]
+            self._held = self._needed_by(later, asked)
             before: list[int] = []
             missing: list[tuple[Access, frozenset[int]]] = []
             for access in request.accesses:
@@ -270,13 +271,16 @@ class Replay:
                     break  # its children could not be reached
         return tally
 
-    def _needed_by(self, waiting: Sequence[Request]) -> set[int]:
-        """Return the keys that waiting requests need, the first ones if not all may be held."""
+    def _needed_by(self, waiting: Sequence[Request], asked: set[int]) -> set[int]:
+        """Return which keys waiting requests need, the first ones if not all may be held.
+
+        Only those are held that are stored or computed now.
+        """
         sizes: dict[int, int] = {}
         held_bytes = 0
         for request in waiting:
             for access in request.accesses:
-                if access.key not in sizes:
+                if access.key not in sizes and (access.key in asked or access.key in self._policy):
                     held_bytes += access.num_bytes
                     if held_bytes > self._max_held_bytes:
                         return set(sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from bench.support.clairvoyant import Intervals, clairvoyant
 from bench.support.comparison_policies import POLICY_NAMES, make_policy
+from bench.support.hazard_bound import hazard_bounds
 from bench.support.traces import BYTES_PER_TOKEN, Access, Replay, Request, Trace, computed_prefill_s
 from ragcache_core.eviction import DEFAULT_POLICY, EvictionCandidate, EvictionPolicy
 from ragcache_core.eviction import POLICY_NAMES as PRODUCT_POLICY_NAMES
@@ -442,9 +443,7 @@ def prompts_that_share_their_first_chunk(*, leaves_only: bool) -> ScorePolicy[st
     return policy
 
 
-@pytest.mark.parametrize(
-    ("leaves_only", "first"), [(True, "later child"), (False, "earlier root")]
-)
+@pytest.mark.parametrize(("leaves_only", "first"), [(True, "later child"), (False, "earlier root")])
 def test_the_score_learns_which_depths_are_asked_for_again(leaves_only: bool, first: str) -> None:
     policy = prompts_that_share_their_first_chunk(leaves_only=leaves_only)
     policy.add("earlier root", candidate(), 200.0)
@@ -583,6 +582,43 @@ def test_a_replay_counts_a_prefix_up_to_its_first_gap() -> None:
     tally = Replay(policy, make_admission("always", policy), 100 * UNIT_BYTES).run(trace)
     assert (tally.tokens, tally.hit_tokens, tally.saved_s) == (80, 30, 3.0)
     assert tally.written_bytes == 5 * UNIT_BYTES
+
+
+def sequence_of(keys: Iterable[int]) -> Trace:
+    """Return a blend that asks for one chunk of one size at a time, one a second."""
+    accesses = [Access(key, None, 1, 1.0) for key in keys]
+    made = [Request(float(number), (one,)) for number, one in enumerate(accesses)]
+    return Trace("", exact=False, requests=tuple(made))
+
+
+def test_what_a_queue_needs_is_not_evicted() -> None:
+    trace = sequence_of([1, 2, 3, 4, 5, 1])
+
+    def hits(lookahead: int) -> int:
+        lru = make_policy("lru", leaves_only=False)
+        admits = make_admission("always", lru)
+        return Replay(lru, admits, 2 * BYTES_PER_TOKEN, lookahead).run(trace).hit_tokens
+
+    assert [hits(lookahead) for lookahead in (0, 2, 3)] == [0, 0, 1]
+
+
+@given(st.lists(st.integers(0, 5), min_size=8, max_size=40), st.integers(1, 5))
+def test_the_online_bound_is_between_nothing_and_an_infinite_tier(
+    keys: list[int], capacity: int
+) -> None:
+    trace = sequence_of(keys)
+    sizes = [0, capacity * BYTES_PER_TOKEN, 6 * BYTES_PER_TOKEN]
+    nothing, bound, all_of_it = hazard_bounds(trace, sizes)
+    repeated = (len(keys) - len(set(keys))) / len(keys)
+    assert nothing == 0.0
+    assert nothing <= bound <= all_of_it + 1e-9
+    assert all_of_it == pytest.approx(repeated)
+
+
+def test_the_online_bound_keeps_popular_chunks() -> None:
+    popular = [key for number in range(50) for key in (1, 100 + number)]
+    (bound,) = hazard_bounds(sequence_of(popular), [BYTES_PER_TOKEN])
+    assert bound == pytest.approx(49 / 100), "one chunk in two requests, after its first"
 
 
 def test_prefill_takes_longer_with_more_cached_and_computed_tokens() -> None:
