@@ -263,9 +263,7 @@ class ShardedStore:
         with self._router.candidates([key.chunk for key in keys]) as candidates:
             groups = group_by_shard(keys, [one.first_available() for one in candidates])
             calls = {
-                shard: partial(
-                    shard.client.prefetch, group, timeout_s=timeout_s, hold_s=hold_s
-                )
+                shard: partial(shard.client.prefetch, group, timeout_s=timeout_s, hold_s=hold_s)
                 for shard, group in groups.items()
             }
             answers = self._call(calls, timeout_s)

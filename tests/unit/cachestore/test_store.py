@@ -392,6 +392,55 @@ def test_holds_take_half_of_a_tier_at_most(tmp_path: Path) -> None:
         assert get(store, key(9)) == value(3 * PAGE, 9), "a value beyond the rest still fits"
 
 
+def test_small_values_share_pages_in_both_tiers(tmp_path: Path) -> None:
+    numbers = range(40)
+    with opened(tmp_path, memory_bytes=8 * PAGE, disk_bytes=8 * PAGE) as store:
+        for number in numbers:
+            put(store, key(number), value(1500, number), ack=Ack.DURABLE)
+        with store.state.lock:
+            used = [tier.allocator.used_pages for tier in (store.state.memory, store.state.disk)]
+        assert used == [3, 3]
+    with opened(tmp_path, memory_bytes=8 * PAGE, disk_bytes=8 * PAGE) as store:
+        with store.state.lock:
+            assert store.state.disk.allocator.used_pages == 3
+        assert [get(store, key(number)) for number in numbers] == [
+            value(1500, number) for number in numbers
+        ]
+        store.check()
+
+
+def test_a_small_value_is_evicted_for_another_one_in_a_full_store(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=PAGE, disk_bytes=PAGE) as store:
+        for number in range(60):
+            put(store, key(number), value(3000, number), ack=Ack.DURABLE)
+            assert get(store, key(number)) == value(3000, number)
+            store.check()
+        with store.state.lock:
+            assert store.state.disk.allocator.used_pages == 1
+
+
+def test_small_values_are_read_whole_while_others_in_their_pages_change(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE, disk_bytes=4 * PAGE) as store:
+        for number in range(8):
+            put(store, key(number), value(2000, number), ack=Ack.DURABLE)
+        read: list[object] = []
+
+        def reader() -> None:
+            for turn in range(200):
+                read.append(get(store, key(turn % 4)) == value(2000, turn % 4))
+
+        threads = [threading.Thread(target=reader) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for turn in range(200):
+            number = 4 + turn % 4
+            put(store, key(number), value(500 + 7 * turn, number), ack=Ack.DURABLE)
+        for thread in threads:
+            thread.join()
+        assert read == [True] * 400
+        store.check()
+
+
 def test_second_touch_admission_writes_only_values_read_again(tmp_path: Path) -> None:
     with opened(tmp_path, admission="second-touch") as store:
         put(store, key(1), value(100))
