@@ -2,8 +2,8 @@
 
 A clairvoyant policy knows which of a thousand new chunks is asked for again. No policy of a store
 does: it knows how often a chunk was asked for, how long ago, and how deep it is in its prompt.
-Chunks that are alike in these have the same rate of reuse (hazard). No policy that ranks by this
-knowledge saves more than one that ranks by the rate times the saved seconds per byte, and that may
+Chunks that are alike in these have the same rate of reuse (hazard). The best ranking by this
+knowledge is by that rate times the saved seconds per byte. The bound is what it saves if it may
 change the contents of the tier for free before each request.
 
 The rates are measured on the sequence itself, with all of its later requests. So the bound is
