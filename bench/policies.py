@@ -9,6 +9,9 @@ leaves are evicted; ``blend`` treats each chunk by itself.
 unstored (``bench.support.clairvoyant``), in saved prefill seconds. For each sequence and mode the
 gaps of all capacities are added before dividing, so that narrow gaps add no noise. Then sequences
 and modes count alike. A pair in which an infinite tier saves less than 1 % is left out.
+``online_bound_gap_closed`` is what a policy that does not know later requests can close at most
+(``bench.support.hazard_bound``). ``with_lookahead`` is what the default closes if LOOKAHEAD later
+requests wait in a queue, and the store holds what they need as it does for an engine's queue.
 ``pgdsf_over_*`` are ratios of the saved share of prefill seconds in ``exact``, as the geometric
 mean over sequences.
 
@@ -31,6 +34,7 @@ from typing import Any, TypeVar
 
 from bench.support.clairvoyant import Intervals, clairvoyant
 from bench.support.comparison_policies import POLICY_NAMES, make_policy
+from bench.support.hazard_bound import hazard_bounds
 from bench.support.program import options, rounded
 from bench.support.traces import DATA, Replay, Tally, Trace, load_traces
 from ragcache_core.eviction import DEFAULT_POLICY, EvictionPolicy
@@ -40,6 +44,8 @@ from ragcache_core.eviction.pgdsf import PrefixAwareGreedyDualSizeFrequency
 CAPACITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 QUICK_CAPACITIES = (0.01, 0.05, 0.2, 0.5)
 SMALLEST_GAP_SHARE = 0.01  # smallest share that an infinite tier must save
+LOOKAHEAD = 32
+"""Requests that wait in the queue of a busy engine."""
 WITHOUT_CLOCK = "pgdsf without clock"
 K = TypeVar("K", bound=Hashable)
 
@@ -49,13 +55,26 @@ Runs = dict[str, list[Tally]]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of a sequence in a mode. ``best_*`` are the clairvoyant's shares by capacity."""
+    """The result of a sequence in a mode. Lists are by capacity.
+
+    Attributes:
+        trace: The sequence.
+        policies: Of every policy.
+        admissions: Of every admission.
+        lookahead: Of the default policy with a queue of LOOKAHEAD requests.
+        best_by_compute: The clairvoyant's shares of seconds.
+        bound_by_compute: Shares that no choice exceeds.
+        online_bound_by_compute: Shares that no policy exceeds which does not know later requests.
+        infinite_by_compute: The share of an infinite tier.
+    """
 
     trace: Trace
     policies: Runs
     admissions: Runs
+    lookahead: list[Tally]
     best_by_compute: list[float]
     bound_by_compute: list[float]
+    online_bound_by_compute: list[float]
     infinite_by_compute: float
 
 
@@ -67,7 +86,7 @@ class WithoutClock(PrefixAwareGreedyDualSizeFrequency[K]):
         self._clock = 0.0
 
 
-def replay(trace: Trace, policy: str, admission: str, share: float) -> Tally:
+def replay(trace: Trace, policy: str, admission: str, share: float, lookahead: int = 0) -> Tally:
     leaves_only = trace.exact
     made: EvictionPolicy[int] = (
         WithoutClock(leaves_only=leaves_only)
@@ -75,7 +94,8 @@ def replay(trace: Trace, policy: str, admission: str, share: float) -> Tally:
         else make_policy(policy, leaves_only=leaves_only)
     )
     capacity_bytes = int(trace.footprint_bytes() * share)
-    return Replay(made, make_admission(admission, made), capacity_bytes).run(trace)
+    admits = make_admission(admission, made)
+    return Replay(made, admits, capacity_bytes, lookahead).run(trace)
 
 
 def measure(trace: Trace, capacities: Sequence[float]) -> Result:
@@ -91,17 +111,23 @@ def measure(trace: Trace, capacities: Sequence[float]) -> Result:
         else [replay(trace, DEFAULT_POLICY, name, share) for share in capacities]
         for name in ADMISSION_NAMES
     }
+    admission = default_admission(leaves_only=trace.exact)
+    lookahead = [replay(trace, DEFAULT_POLICY, admission, one, LOOKAHEAD) for one in capacities]
     cost_s = policies["lru"][0].cost_s
     footprint = trace.footprint_bytes()
     by_compute = [
         clairvoyant(intervals, intervals.cost_s, int(footprint * share)) for share in capacities
     ]
+    best = [choice.gain / cost_s for choice in by_compute]
+    online = hazard_bounds(trace, [int(footprint * share) for share in capacities])
     return Result(
         trace=trace,
         policies=policies,
         admissions=admissions,
-        best_by_compute=[choice.gain / cost_s for choice in by_compute],
+        lookahead=lookahead,
+        best_by_compute=best,
         bound_by_compute=[choice.bound / cost_s for choice in by_compute],
+        online_bound_by_compute=[min(pair) for pair in zip(online, best, strict=True)],
         infinite_by_compute=float(intervals.cost_s.sum()) / cost_s,
     )
 
@@ -111,11 +137,16 @@ def gap_closed(results: Sequence[Result], runs: Sequence[Sequence[Tally]]) -> fl
 
     The mean is over sequences and modes; each gap is that of all capacities.
     """
+    saved = [[tally.by_compute for tally in tallies] for tallies in runs]
+    return share_of_gap(results, saved)
+
+
+def share_of_gap(results: Sequence[Result], saved: Sequence[Sequence[float]]) -> float:
+    """Return the same from the saved shares of prefill seconds, by capacity."""
     shares = []
-    for result, tallies in zip(results, runs, strict=True):
+    for result, ours in zip(results, saved, strict=True):
         lru = sum(tally.by_compute for tally in result.policies["lru"])
-        ours = sum(tally.by_compute for tally in tallies)
-        shares.append((ours - lru) / (sum(result.best_by_compute) - lru))
+        shares.append((sum(ours) - lru) / (sum(result.best_by_compute) - lru))
     return statistics.mean(shares)
 
 
@@ -154,6 +185,10 @@ def summary(results: Sequence[Result], capacities: Sequence[float]) -> dict[str,
         },
         "gap_closed": rounded(by_policy),
         "default_gap_closed": round(gap_closed(told, by_default), 4),
+        "with_lookahead": round(gap_closed(told, [result.lookahead for result in told]), 4),
+        "online_bound_gap_closed": round(
+            share_of_gap(told, [result.online_bound_by_compute for result in told]), 4
+        ),
         "pgdsf_over_lru": round(ratio(told, "pgdsf", "lru"), 3),
         "pgdsf_over_lfu": round(ratio(told, "pgdsf", "lfu"), 3),
         "pgdsf_without_clock_over_lfu": round(ratio(told, WITHOUT_CLOCK, "lfu"), 3),
@@ -199,7 +234,7 @@ def beaten(results: Sequence[Result]) -> int:
     return sum(
         tally.by_compute > best + 1e-9
         for result in results
-        for tallies in (*result.policies.values(), *result.admissions.values())
+        for tallies in (*result.policies.values(), *result.admissions.values(), result.lookahead)
         for tally, best in zip(tallies, result.best_by_compute, strict=True)
     )
 

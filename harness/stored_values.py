@@ -12,7 +12,7 @@ from ragcache_cachestore.storage.data_dir import DataDir
 from ragcache_cachestore.storage.disk_variant import DiskVariant
 from ragcache_cachestore.storage.metadata_db import MetadataDb
 from ragcache_core.identity.keys import VariantKey
-from ragcache_core.storage.extents import ExtentAllocator
+from ragcache_core.storage.packed_extents import PackingAllocator
 from ragcache_kv.values.layout import checksum
 
 
@@ -47,7 +47,7 @@ def _opened(folder: Path) -> Iterator[tuple[int, MetadataDb, dict[VariantKey, Di
         records = MetadataDb(data.metadata)
         try:
             with data.values.open("r+b", buffering=0) as values:
-                yield values.fileno(), records, dict(records.load(ExtentAllocator(1 << 60)))
+                yield values.fileno(), records, dict(records.load(PackingAllocator(1 << 60)))
         finally:
             records.close()
     finally:

@@ -10,13 +10,14 @@ import gzip
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ragcache_core.eviction import EvictionCandidate, EvictionPolicy
 from ragcache_core.eviction.admission import Admission
 from ragcache_core.store_api import VariantUse
+from ragcache_core.tiering.waiting_holds import HELD_SHARE
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 MOONCAKE = "mooncake/conversation_trace.jsonl.gz"
@@ -215,13 +216,25 @@ class Tally:
 
 
 class Replay:
-    """One tier of ``capacity_bytes``."""
+    """One tier of ``capacity_bytes``.
+
+    Args:
+        lookahead: Number of later requests that wait in a queue. What they need is admitted and
+            not evicted, up to the share of the tier that a store holds for waiting requests.
+    """
 
     def __init__(
-        self, policy: EvictionPolicy[int], admission: Admission[int], capacity_bytes: int
+        self,
+        policy: EvictionPolicy[int],
+        admission: Admission[int],
+        capacity_bytes: int,
+        lookahead: int = 0,
     ) -> None:
         self._policy = policy
         self._admission = admission
+        self._lookahead = lookahead
+        self._max_held_bytes = int(capacity_bytes * HELD_SHARE)
+        self._held: set[int] = set()
         self._free_bytes = capacity_bytes
         self._sizes: dict[int, int] = {}
         self._prefixes: dict[int, frozenset[int]] = {}  # the chunks before it at its computation
@@ -229,8 +242,10 @@ class Replay:
     def run(self, trace: Trace) -> Tally:
         """Replay every request: count and touch stored chunks, compute and offer the others."""
         tally = Tally()
-        for request in trace.requests:
+        for number, request in enumerate(trace.requests):
             asked = {access.key for access in request.accesses}
+            later = trace.requests[number + 1 : number + 1 + self._lookahead]
+            self._held = self._needed_by(later, asked)
             before: list[int] = []
             missing: list[tuple[Access, frozenset[int]]] = []
             for access in request.accesses:
@@ -256,13 +271,29 @@ class Replay:
                     break  # its children could not be reached
         return tally
 
+    def _needed_by(self, waiting: Sequence[Request], asked: set[int]) -> set[int]:
+        """Return which keys waiting requests need, the first ones if not all may be held.
+
+        Only those are held that are stored or computed now.
+        """
+        sizes: dict[int, int] = {}
+        held_bytes = 0
+        for request in waiting:
+            for access in request.accesses:
+                if access.key not in sizes and (access.key in asked or access.key in self._policy):
+                    held_bytes += access.num_bytes
+                    if held_bytes > self._max_held_bytes:
+                        return set(sizes)
+                    sizes[access.key] = access.num_bytes
+        return set(sizes)
+
     def _offer(
         self, key: int, candidate: EvictionCandidate[int], now: float, asked: set[int]
     ) -> bool:
         """Insert an entry if it is admitted and fits; chunks of the request are leased."""
 
         def may(victim: int) -> bool:
-            return victim not in asked
+            return victim not in asked and victim not in self._held
 
         worth = None
         if self._free_bytes < candidate.num_bytes:
@@ -270,7 +301,8 @@ class Replay:
             if cheapest is None:
                 return False
             worth = self._policy.priority(cheapest, now)
-        if not self._admission.admits(key, candidate, now, worth):
+        is_admitted = self._admission.admits(key, candidate, now, worth)
+        if not is_admitted and key not in self._held:
             return False
         while self._free_bytes < candidate.num_bytes:
             victim = self._policy.evict(may)

@@ -83,7 +83,8 @@ class FakeLookupStore:
             return ChunkVariants((self.stored[key],))
         return ChunkVariants(miss=self.misses.get(key, Miss.NEVER_STORED))
 
-    def prefetch(self, keys: Sequence[VariantKey], timeout_s: float) -> int:
+    def prefetch(self, keys: Sequence[VariantKey], timeout_s: float, *, hold_s: float) -> int:
+        assert hold_s > 0
         self.prefetched.append(list(keys))
         return len(keys)
 

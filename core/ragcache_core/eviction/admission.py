@@ -83,7 +83,7 @@ class ScoreAdmission(Admission[K]):
             return True
         if self._policy.prospective_priority(key, candidate, now) >= victim_priority:
             return True
-        self._policy.count_rejected(key, now)
+        self._policy.count_rejected(key, candidate, now)
         return False
 
 

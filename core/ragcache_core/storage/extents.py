@@ -95,6 +95,10 @@ class ExtentAllocator:
         self.used_bytes += num_bytes
         return tuple(extents)
 
+    def missing_pages(self, num_bytes: int) -> int:
+        """Return how many pages must become free before num_bytes can be allocated."""
+        return max(0, _pages(num_bytes) - (self.num_pages - self.used_pages))
+
     def mark_used(self, extents: Iterable[Extent]) -> bool:
         """Mark extents as used, as read from the metadata at start.
 

@@ -242,13 +242,24 @@ class StoreClient:
         """
         return self._call(self._stub.ReportUses, to_use_report(reports), timeout_s).counted
 
-    def prefetch(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
+    def prefetch(
+        self,
+        keys: Sequence[VariantKey],
+        timeout_s: float = LOOKUP_TIMEOUT_S,
+        *,
+        hold_s: float = 0.0,
+    ) -> int:
         """Bring values from disk into memory, in the background.
+
+        Args:
+            keys: The variants.
+            timeout_s: Of the call.
+            hold_s: Time for which the store does not evict them, within its bounds.
 
         Returns:
             The number of values for which that started.
         """
-        request = pb.PrefetchRequest(keys=map(to_key, keys))
+        request = pb.PrefetchRequest(keys=map(to_key, keys), hold_ms=round(1e3 * hold_s))
         return self._call(self._stub.Prefetch, request, timeout_s).started
 
     def delete(self, deletion: Deletion, timeout_s: float = DELETE_TIMEOUT_S) -> int:

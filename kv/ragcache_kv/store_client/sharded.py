@@ -243,8 +243,19 @@ class ShardedStore:
             counts = self._call(calls, timeout_s, in_background=True).values()
             return sum(count for count in counts if isinstance(count, int))
 
-    def prefetch(self, keys: Sequence[VariantKey], timeout_s: float = LOOKUP_TIMEOUT_S) -> int:
+    def prefetch(
+        self,
+        keys: Sequence[VariantKey],
+        timeout_s: float = LOOKUP_TIMEOUT_S,
+        *,
+        hold_s: float = 0.0,
+    ) -> int:
         """Bring variants from disk into memory, except those of lost shards.
+
+        Args:
+            keys: The variants.
+            timeout_s: Of the calls.
+            hold_s: Time for which the shards do not evict them, within their bounds.
 
         Returns:
             The number of variants for which that started.
@@ -252,7 +263,7 @@ class ShardedStore:
         with self._router.candidates([key.chunk for key in keys]) as candidates:
             groups = group_by_shard(keys, [one.first_available() for one in candidates])
             calls = {
-                shard: partial(shard.client.prefetch, group, timeout_s=timeout_s)
+                shard: partial(shard.client.prefetch, group, timeout_s=timeout_s, hold_s=hold_s)
                 for shard, group in groups.items()
             }
             answers = self._call(calls, timeout_s)

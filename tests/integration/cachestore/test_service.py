@@ -177,6 +177,14 @@ def test_prefetches_are_counted(served: ServedStore) -> None:
     assert served.client.prefetch([key(1)]) == 0
 
 
+def test_a_client_holds_what_its_waiting_requests_need(served: ServedStore) -> None:
+    put_value(served.client, key(1), value(10))
+    served.client.prefetch([key(1), key(2)], hold_s=10.0)
+    with served.store.state.lock:
+        assert key(1) in served.store.state.holds
+        assert len(served.store.state.holds) == 1
+
+
 def test_hello_tells_the_ids_of_the_store(tmp_path: Path) -> None:
     with serving(tmp_path, transports=("shared", "socket")) as served:
         reply = served.stub.Hello(pb.HelloRequest(), timeout=TIMEOUT_S)

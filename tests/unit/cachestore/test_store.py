@@ -350,6 +350,97 @@ def test_a_prefetch_promotes_values(tmp_path: Path) -> None:
         assert store.stats().hits_disk == 0
 
 
+@pytest.mark.parametrize("hold_s", [0.0, 10.0])
+def test_what_a_waiting_request_needs_stays_in_memory_until_its_hold_ends(
+    tmp_path: Path, hold_s: float
+) -> None:
+    clock = ManualClock()
+    with opened(tmp_path, memory_bytes=4 * PAGE, clock=clock) as store:
+
+        def put_many(numbers: range) -> None:
+            for number in numbers:
+                put(store, key(number), value(PAGE, number), ack=Ack.DURABLE)
+
+        put(store, key(1), value(PAGE, 1), ack=Ack.DURABLE)
+        store.variants.prefetch([key(1)], hold_s)
+        put_many(range(2, 12))
+        assert tier_of(store, key(1)) is (Tier.MEMORY if hold_s else Tier.DISK)
+        clock.now += hold_s
+        put_many(range(12, 22))
+        assert tier_of(store, key(1)) is Tier.DISK
+        store.check()
+
+
+def test_what_a_waiting_request_needs_stays_on_disk(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=2 * PAGE, disk_bytes=4 * PAGE) as store:
+        put(store, key(1), value(PAGE, 1), ack=Ack.DURABLE)
+        store.variants.prefetch([key(1)], hold_s=10.0)
+        for number in range(2, 12):
+            put(store, key(number), value(PAGE, number), ack=Ack.DURABLE)
+        assert get(store, key(1)) == value(PAGE, 1)
+
+
+def test_holds_take_half_of_a_tier_at_most(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE) as store:
+        numbers = range(1, 5)
+        for number in numbers:
+            put(store, key(number), value(PAGE, number), ack=Ack.DURABLE)
+        store.variants.prefetch([key(number) for number in numbers], hold_s=10.0)
+        with store.state.lock:
+            assert store.state.holds.held_bytes == 2 * PAGE
+        put(store, key(9), value(3 * PAGE, 9), ack=Ack.DURABLE)
+        assert get(store, key(9)) == value(3 * PAGE, 9), "a value beyond the rest still fits"
+
+
+def test_small_values_share_pages_in_both_tiers(tmp_path: Path) -> None:
+    numbers = range(40)
+    with opened(tmp_path, memory_bytes=8 * PAGE, disk_bytes=8 * PAGE) as store:
+        for number in numbers:
+            put(store, key(number), value(1500, number), ack=Ack.DURABLE)
+        with store.state.lock:
+            used = [tier.allocator.used_pages for tier in (store.state.memory, store.state.disk)]
+        assert used == [3, 3]
+    with opened(tmp_path, memory_bytes=8 * PAGE, disk_bytes=8 * PAGE) as store:
+        with store.state.lock:
+            assert store.state.disk.allocator.used_pages == 3
+        assert [get(store, key(number)) for number in numbers] == [
+            value(1500, number) for number in numbers
+        ]
+        store.check()
+
+
+def test_a_small_value_is_evicted_for_another_one_in_a_full_store(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=PAGE, disk_bytes=PAGE) as store:
+        for number in range(60):
+            put(store, key(number), value(3000, number), ack=Ack.DURABLE)
+            assert get(store, key(number)) == value(3000, number)
+            store.check()
+        with store.state.lock:
+            assert store.state.disk.allocator.used_pages == 1
+
+
+def test_small_values_are_read_whole_while_others_in_their_pages_change(tmp_path: Path) -> None:
+    with opened(tmp_path, memory_bytes=4 * PAGE, disk_bytes=4 * PAGE) as store:
+        for number in range(8):
+            put(store, key(number), value(2000, number), ack=Ack.DURABLE)
+        read: list[object] = []
+
+        def reader() -> None:
+            for turn in range(200):
+                read.append(get(store, key(turn % 4)) == value(2000, turn % 4))
+
+        threads = [threading.Thread(target=reader) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for turn in range(200):
+            number = 4 + turn % 4
+            put(store, key(number), value(500 + 7 * turn, number), ack=Ack.DURABLE)
+        for thread in threads:
+            thread.join()
+        assert read == [True] * 400
+        store.check()
+
+
 def test_second_touch_admission_writes_only_values_read_again(tmp_path: Path) -> None:
     with opened(tmp_path, admission="second-touch") as store:
         put(store, key(1), value(100))

@@ -159,7 +159,7 @@ class CacheStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Brings variants from disk into memory, in the background.
+        """Brings variants from disk into memory, in the background, and holds them for waiting requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

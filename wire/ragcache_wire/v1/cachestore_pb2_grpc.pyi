@@ -54,7 +54,7 @@ class CacheStoreStub:
     ReportUses: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.UseReport, _cachestore_pb2.UseReportReply]
     """Counts uses of variants that needed no Get: an engine had the KV, or computed it once more."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.PrefetchRequest, _cachestore_pb2.PrefetchReply]
-    """Brings variants from disk into memory, in the background."""
+    """Brings variants from disk into memory, in the background, and holds them for waiting requests."""
     Delete: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.DeleteRequest, _cachestore_pb2.DeleteReply]
     """Removes the named variants and every variant computed after a named chunk. The delete is durable
     when the reply comes. A put whose KV was planned before the delete stores nothing.
@@ -96,7 +96,7 @@ class CacheStoreAsyncStub(CacheStoreStub):
     ReportUses: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.UseReport, _cachestore_pb2.UseReportReply]  # type: ignore[assignment]
     """Counts uses of variants that needed no Get: an engine had the KV, or computed it once more."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.PrefetchRequest, _cachestore_pb2.PrefetchReply]  # type: ignore[assignment]
-    """Brings variants from disk into memory, in the background."""
+    """Brings variants from disk into memory, in the background, and holds them for waiting requests."""
     Delete: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.DeleteRequest, _cachestore_pb2.DeleteReply]  # type: ignore[assignment]
     """Removes the named variants and every variant computed after a named chunk. The delete is durable
     when the reply comes. A put whose KV was planned before the delete stores nothing.
@@ -177,7 +177,7 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.PrefetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.PrefetchReply, _abc.Awaitable[_cachestore_pb2.PrefetchReply]]:
-        """Brings variants from disk into memory, in the background."""
+        """Brings variants from disk into memory, in the background, and holds them for waiting requests."""
 
     @_abc_1.abstractmethod
     def Delete(

@@ -331,10 +331,11 @@ class CacheStoreService:
         return pb.UseReportReply(counted=counted)
 
     async def _prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchReply:
-        """Queue promotions of values on disk."""
+        """Queue promotions of values on disk, and hold what waiting requests need."""
         self._check_open()
         with self._span("Prefetch", context, keys=len(request.keys)):
-            started = self._store.variants.prefetch(from_keys("keys", request.keys))
+            keys, hold_s = from_keys("keys", request.keys), request.hold_ms / 1e3
+            started = self._store.variants.prefetch(keys, hold_s)
         return pb.PrefetchReply(started=started)
 
     async def _delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteReply:

@@ -79,11 +79,20 @@ class VariantAccess:
             else:
                 self._state.copies.pop(key, None)
 
-    def prefetch(self, keys: Sequence[VariantKey]) -> int:
-        """Queue promotions of values on disk. Return how many were queued."""
+    def prefetch(self, keys: Sequence[VariantKey], hold_s: float = 0.0) -> int:
+        """Queue promotions of values on disk. Return how many were queued.
+
+        Args:
+            keys: The variants. Those that are not stored are ignored.
+            hold_s: Time for which no tier evicts them, within the bounds of ``WaitingHolds``.
+        """
         with self._state.lock:
-            found = [self._state.find(key) for key in dict.fromkeys(keys)]
-            on_disk = [one for one in found if one is not None and one.memory is None]
+            self._state.expire()
+            found = [one for one in map(self._state.find, dict.fromkeys(keys)) if one is not None]
+            if hold_s > 0:
+                for variant in found:
+                    self._state.hold(variant, hold_s)
+            on_disk = [one for one in found if one.memory is None]
         return sum([self._mover.promoter.submit(variant, now=True) for variant in on_disk])
 
     def swap(

@@ -25,6 +25,7 @@ from ragcache_core.eviction import DEFAULT_POLICY
 from ragcache_core.eviction.admission import Admission
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import NO_INFLUENCE, Miss, Tier, ValuePart, VariantInfo
+from ragcache_core.storage.extents import PAGE_BYTES
 from ragcache_core.store_api import (
     MAX_VARIANTS,
     AsOf,
@@ -33,10 +34,14 @@ from ragcache_core.store_api import (
     StoredVariant,
     Tombstone,
 )
+from ragcache_core.tiering.waiting_holds import HELD_SHARE, WaitingHolds
 from ragcache_wire.watched.key_lines import DiskKeys
 
 MAX_CLOCK_SKEW_MS = 2000
 """How far the clock of a gateway may be ahead of the store's."""
+
+MAX_HOLD_S = 60.0
+"""Longest time for which one hint holds a variant. A request that waits longer sends others."""
 
 BATCH_VARIANTS = 256
 """Number of variants that are copied from the catalog at a time, so that no caller waits long."""
@@ -115,6 +120,7 @@ class StoreState:
         incoming_bytes: Bytes of incoming values, which cannot be evicted.
         quarantined: Copies in memory whose pages stay reserved until a time, because a client
             may not have noticed yet that its put was aborted.
+        holds: The variants that waiting requests need, which no tier evicts meanwhile.
         served: Bytes served by variant, until the replicator takes them.
     """
 
@@ -158,6 +164,9 @@ class StoreState:
         self.quarantined: list[tuple[float, TierCopy]] = []
         self.copies: dict[VariantKey, tuple[str, ...]] = {}
         self.served: dict[VariantKey, int] = {}
+        capacities = [tier.capacity_bytes for tier in (memory, disk) if tier.capacity_bytes]
+        max_held_bytes = int(min(capacities, default=0) * HELD_SHARE)
+        self.holds: WaitingHolds[VariantKey] = WaitingHolds(max_held_bytes)
 
     def tier(self, tier: Tier) -> TierSpace:
         """Return the space of a tier."""
@@ -380,6 +389,7 @@ class StoreState:
             variant.disk = None
         self.drop_superseded(variant)
         self.copies.pop(key, None)
+        self.holds.release(key)
         self.misses.note(key, reason)
         self.feed.publish(variant)
 
@@ -393,14 +403,15 @@ class StoreState:
         """Evict copies from memory until so many pages are free or no victim is left.
 
         Args:
-            unwritten: Evict also values whose write to disk is pending. They are lost.
+            unwritten: Evict also values whose write to disk is pending, which are lost, and those
+                that waiting requests need.
         """
 
         def may_evict(key: VariantKey) -> bool:
             variant = self.catalog.get(key)
             assert variant is not None
             assert variant.memory is not None
-            if variant.memory.in_use:
+            if variant.memory.in_use or (key in self.holds and not unwritten):
                 return False
             is_last_copy = variant.disk is None and variant.superseded is None
             if is_last_copy and self._has_children(self.disk, key):
@@ -420,10 +431,15 @@ class StoreState:
             self.remove_from_memory(variant, Miss.EVICTED)
 
     def evict_from_disk(self, pages: int) -> bool:
-        """Drop copies on disk of so many pages. Return False if there is no victim."""
+        """Drop copies on disk of so many pages. Return False if there is no victim.
+
+        What waiting requests need is dropped only if there is no other victim.
+        """
         freed = 0
         while freed < pages:
             key = self.disk.policy.evict(self._may_leave_disk)
+            if key is None and not freed:
+                key = self.disk.policy.evict(self._may_be_dropped)
             if key is None:
                 break
             variant = self.catalog.get(key)
@@ -438,6 +454,9 @@ class StoreState:
         return freed > 0
 
     def _may_leave_disk(self, key: VariantKey) -> bool:
+        return key not in self.holds and self._may_be_dropped(key)
+
+    def _may_be_dropped(self, key: VariantKey) -> bool:
         variant = self.catalog.get(key)
         assert variant is not None
         assert variant.disk is not None
@@ -483,9 +502,21 @@ class StoreState:
         self.counters.evictions[tier] += 1
         self.telemetry.evicted(tier, self.options.policy, variant.info.num_bytes)
 
+    def hold(self, variant: CatalogVariant, hold_s: float) -> None:
+        """Keep a stored variant for a waiting request.
+
+        Args:
+            variant: The variant.
+            hold_s: Time for which no tier evicts it; MAX_HOLD_S at most.
+        """
+        until_s = self.clock() + min(hold_s, MAX_HOLD_S)
+        num_bytes = num_pages(variant.info.num_bytes) * PAGE_BYTES
+        self.holds.hold(variant.key, variant.origin.domain, num_bytes, until_s)
+
     def expire(self) -> None:
-        """End expired leases and quarantines."""
+        """End expired leases, holds and quarantines."""
         now = self.clock()
+        self.holds.expire(now)
         for lease in self.leases.expire(now):
             self.tier(lease.tier).release(lease.copy)
         for until, copy in self.quarantined:

@@ -33,7 +33,8 @@ from pathlib import Path
 
 from ragcache_cachestore.storage.disk_cipher import SLICE_BYTES, ValueEncryption, slices
 from ragcache_core.errors import InvalidInput, Unavailable
-from ragcache_core.storage.extents import PAGE_BYTES, Extent, ExtentAllocator
+from ragcache_core.storage.extents import PAGE_BYTES, Extent
+from ragcache_core.storage.packed_extents import PackingAllocator
 
 FREE_RESERVE_BYTES = 64 << 20
 """Space that a write leaves on the volume: twice RocksDB's memtables, log and one compaction."""
@@ -78,7 +79,7 @@ class DiskTier:
         Raises:
             InvalidInput: The file cannot be opened.
         """
-        self.allocator = ExtentAllocator(capacity_bytes)
+        self.allocator = PackingAllocator(capacity_bytes)
         self._free_bytes = free_bytes or self._volume_free
         self._claim_lock = threading.Lock()
         self._claimed_bytes = 0  # of the volume's free space, by writes that are running

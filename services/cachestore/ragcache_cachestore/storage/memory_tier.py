@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from ragcache_core.errors import InvalidInput
-from ragcache_core.storage.extents import Extent, ExtentAllocator
+from ragcache_core.storage.extents import Extent
+from ragcache_core.storage.packed_extents import PackingAllocator
 from ragcache_kv.transport.shared_memory import HUGE_BYTES, SharedMemory
 
 
@@ -37,7 +38,7 @@ class MemoryTier:
         Raises:
             InvalidInput: The system does not give so much address space.
         """
-        self.allocator = ExtentAllocator(capacity_bytes)
+        self.allocator = PackingAllocator(capacity_bytes)
         num_bytes = self.allocator.free_bytes
         self._grow_lock = threading.Lock()
         self._grown_bytes = 0

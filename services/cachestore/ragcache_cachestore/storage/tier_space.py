@@ -88,10 +88,9 @@ class TierSpace:
 
     def missing_pages(self, num_bytes: int) -> int:
         """Return the pages to free before num_bytes can be allocated."""
-        free = self.allocator.num_pages - self.allocator.used_pages
-        return max(0, num_pages(num_bytes) - free)
+        return self.allocator.missing_pages(num_bytes)
 
 
 def num_pages(num_bytes: int) -> int:
-    """Return the pages that a value of num_bytes takes."""
+    """Return the pages that a value of num_bytes takes. Small values share a page."""
     return -(-num_bytes // PAGE_BYTES)

@@ -1,8 +1,11 @@
-"""Observe how chunks attend to the chunks before them, while the engine has nothing else to do.
+"""Observe how chunks attend to the chunks before them, mostly while the engine is idle.
 
 An observation takes one pass over each chunk, which is too much to delay the first request for it.
 So the worker observes after the request has ended: vLLM keeps its blocks for so long, and keeps
 stepping. A pass ends early, between two layers, when a request arrives.
+
+A busy engine is never idle, and would know nothing of its chunks. So it observes a sample: after
+each observation it rests until observations took BUSY_SHARE of its time.
 """
 
 from __future__ import annotations
@@ -24,6 +27,12 @@ if TYPE_CHECKING:
     from ragcache_engine.blend.components import BlendComponents
 
 log = logging.getLogger("vllm.ragcache")
+
+BUSY_SHARE = 0.02
+"""Largest share of a busy engine's time that observations take."""
+
+FIRST_REST_S = 5.0
+"""Time for which an engine is busy before it observes beside its work."""
 
 SaveObservation = Callable[[SaveJob, ChunkObservation, float], None]
 """Saves the observation of a variant, with the seconds that it took."""
@@ -74,23 +83,30 @@ class ChunkObserver:
         self._clock = clock
         self._tracer = tracer or Tracer()
         self._tasks: list[_ObservationTask] = []
+        # When the next observation beside other work may begin. None: none has been wanted yet.
+        self._rested_s: float | None = None
 
     def start(self, job: ObserveJob) -> None:
         """Queue the chunks of a request that were saved."""
         segments = [i for i in sorted(job.saves) if len(job.segments[i]) <= self._max_tokens]
         self._tasks.append(_ObservationTask(job, self._clock(), segments))
 
-    def advance(self, *, idle: bool, num_arrivals: int = 0) -> set[str]:
-        """Observe one chunk if the engine is idle; return the requests whose blocks are free.
+    def advance(self, *, idle: bool, num_arrivals: int = 0, beside_work: bool = True) -> set[str]:
+        """Observe one chunk if there is time; return the requests whose blocks are free.
 
         Args:
             idle: Whether the step has nothing else to do.
             num_arrivals: Requests that had arrived when the step began. A later one waits for this
                 step to end.
+            beside_work: Whether a busy engine may observe in this step.
         """
         first = self._tasks[0] if self._tasks else None
-        if idle and first is not None and first.segments and first.measured is None:
-            self._observe_next(first, num_arrivals)
+        if first is not None and first.segments and first.measured is None:
+            if idle:
+                self._observe_next(first, lambda: self._request_waits(num_arrivals))
+            elif beside_work and self._has_rested():
+                # Requests arrive all the time, so none of them ends it.
+                self._observe_next(first, lambda: False)
         for task in self._tasks:
             self._save_measured(task)
         expired = self._clock() - self._deadline_s
@@ -106,12 +122,18 @@ class ChunkObserver:
     def _request_waits(self, num_arrivals: int) -> bool:
         return self._count_arrivals is not None and self._count_arrivals() != num_arrivals
 
-    def _observe_next(self, task: _ObservationTask, num_arrivals: int) -> None:
+    def _has_rested(self) -> bool:
+        now = self._clock()
+        if self._rested_s is None:
+            self._rested_s = now + FIRST_REST_S
+        return now >= self._rested_s
+
+    def _observe_next(self, task: _ObservationTask, must_stop: Callable[[], bool]) -> None:
         index = task.segments[0]
         try:
             parent = metadata(task.job.saves[index].traceparent)
             with self._tracer.start_child_of("observe", parent, SpanKind.INTERNAL, segment=index):
-                self._measure(task, index, lambda: self._request_waits(num_arrivals))
+                self._measure(task, index, must_stop)
         except PassInterrupted:
             log.debug("chunk observer: interrupted by a request")
         except Exception:
@@ -134,7 +156,8 @@ class ChunkObserver:
             return
         (mass, influence, began), task.measured = task.measured, None
         index = task.segments.pop(0)
-        task.last_progress = self._clock()
+        task.last_progress = now = self._clock()
+        self._rested_s = max(now + (now - began) / BUSY_SHARE, self._rested_s or 0.0)
         try:
             job, shares = task.job, mass.take().tolist()
             attended = tuple(
@@ -144,7 +167,7 @@ class ChunkObserver:
             observation = ChunkObservation(
                 attended, max(0.0, shares[index]), tuple(influence.take().tolist())
             )
-            self._save(job.saves[index], observation, self._clock() - began)
+            self._save(job.saves[index], observation, now - began)
         except Exception:
             log.exception("chunk observer: observation failed request=%s", task.job.request_id)
             task.segments.clear()

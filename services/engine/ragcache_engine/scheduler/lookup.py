@@ -21,7 +21,7 @@ from ragcache_core.blend.variant_selection import (
 )
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import KVSpace, VariantKey
-from ragcache_core.identity.variant import Miss, Tier
+from ragcache_core.identity.variant import Miss
 from ragcache_core.plan.reuse_plan import Action, Handoff, ReusePlan
 from ragcache_core.plan.segments import NamedSegment, longest_exact_chain, prefix_pieces
 from ragcache_core.store_api import LookupKey, StoredVariant
@@ -59,14 +59,14 @@ class LookupResult:
         return len(longest_exact_chain(self.segments, infos))
 
     @property
-    def variants_on_disk(self) -> list[VariantKey]:
-        """Return the variants on the store's disk that the request may load."""
+    def variants_to_load(self) -> list[VariantKey]:
+        """Return the stored variants that the request may load."""
         stored = self.answer.by_key()
         if self.blend is not None:
             used = [source.variant for source in self.blend.sources]
         else:
             used = [named.variant for named in self.segments[: self.num_exact]]
-        return [key for key in used if key in stored and stored[key].tier is Tier.DISK]
+        return [key for key in used if key in stored]
 
     @property
     def may_complete_later(self) -> bool:
@@ -113,16 +113,19 @@ class LookupExecutor:
         space, domain = self._space, plan.domain
         return self._start(plan, lambda: prefix_pieces(space, domain, token_ids), traceparent)
 
-    def prefetch(self, lookup: Future[LookupResult]) -> None:
-        """Ask the store to promote what a finished lookup found on disk, in the background.
+    def hold(self, variants: Sequence[VariantKey], hold_s: float) -> None:
+        """Ask the store to promote and keep what waiting requests need, in the background.
 
         This is a hint: the connector does not wait for it and ignores its errors.
+
+        Args:
+            variants: The variants.
+            hold_s: Time for which the store does not evict them.
         """
-        if lookup.cancelled() or lookup.exception() is not None:
-            return
-        if on_disk := lookup.result().variants_on_disk:
-            with contextlib.suppress(RuntimeError):  # no thread can be started
-                self._prefetch_pool.submit(self._client.prefetch, on_disk, self._timeout_s)
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            self._prefetch_pool.submit(
+                self._client.prefetch, variants, self._timeout_s, hold_s=hold_s
+            )
 
     def close(self) -> None:
         """Stop the threads and close the client."""

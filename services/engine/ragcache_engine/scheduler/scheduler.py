@@ -34,6 +34,7 @@ from ragcache_engine.scheduler.request import NewRequest, RequestPhase, RequestS
 from ragcache_engine.scheduler.request_intake import RequestIntake
 from ragcache_engine.scheduler.save_planner import SavePlanner, observe_job
 from ragcache_engine.scheduler.tier_map import TierMap
+from ragcache_engine.scheduler.waiting_requests import HOLD_S, WaitingRequests
 from ragcache_engine.telemetry.load_counts import LoadCounts
 from ragcache_engine.telemetry.request_records import RequestRecord, RequestRecords
 from ragcache_engine.telemetry.segment_outcomes import segment_outcomes
@@ -107,8 +108,7 @@ class ConnectorScheduler:
         # Of requests since the last report, by stage.
         self._prediction_ratios: dict[str, list[float]] = {}
         self._savings = LoadCounts()
-        # Requests that may still wait in vLLM's queue when a step begins.
-        self._arrived: dict[str, RequestState] = {}
+        self._waiting = WaitingRequests()
         # Jobs of the next step.
         self._loads: list[LoadJob] = []
         self._observes: list[ObserveJob] = []
@@ -147,7 +147,8 @@ class ConnectorScheduler:
         request = self._intake.accept(new)
         if request is not None:
             name = new.request_id
-            self._requests[name] = self._arrived[name] = request
+            self._requests[name] = request
+            self._waiting.add(name, request)
             if request.handoff is not None:
                 self._publisher.on_handoff(name)
             if self._announcer is not None and request.segments:
@@ -263,7 +264,8 @@ class ConnectorScheduler:
             except Exception:
                 log.exception("scheduler: computed tokens are not saved request=%s", request_id)
         publisher.publish()
-        self._prefetch_for_queued()
+        if variants := self._waiting.take_due():
+            self._lookups.hold(variants, HOLD_S)
         self._completion.begin_step()
         return self._make_jobs(work, finished_ids)
 
@@ -322,7 +324,7 @@ class ConnectorScheduler:
         Returns:
             Whether vLLM must keep the blocks until ``on_released``.
         """
-        self._arrived.pop(request_id, None)
+        self._waiting.remove(request_id)
         self._publisher.on_finished(request_id)
         if self._announcer is not None:
             self._announcer.end(request_id)
@@ -468,18 +470,6 @@ class ConnectorScheduler:
         cached = [(key, REUSE) for key in request.variants_in_prefix_cache()]
         self._uses.note(PREFIX_CACHE, cached)
         self._uses.note(COMPUTED, [(key, again) for key in request.variants_computed_again()])
-
-    def _prefetch_for_queued(self) -> None:
-        """Ask the store to promote what queued requests will load from its disk.
-
-        A request that vLLM schedules at once loads from the disk itself.
-        """
-        for request_id, request in list(self._arrived.items()):
-            if request.phase is RequestPhase.WAITING and request.lookup is not None:
-                if not request.lookup.done():
-                    continue
-                self._lookups.prefetch(request.lookup)
-            del self._arrived[request_id]
 
     def _must_release_blocks(self) -> bool:
         allocation_failed, self._awaiting_blocks = self._awaiting_blocks is not None, None

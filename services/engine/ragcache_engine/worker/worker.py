@@ -216,8 +216,8 @@ class ConnectorWorker:
             if self._recomputation is not None:
                 self._recomputation.cancel(request_id)
             self._timer.remove(request_id)
-        idle = not busy and self._loader.idle
-        idle = idle and (self._recomputation is None or self._recomputation.idle)
+        recomputes = self._recomputation is not None and not self._recomputation.idle
+        idle = not busy and self._loader.idle and not recomputes
         for outcome in self._loader.advance(self._write):
             if not self._probe.finish(outcome):
                 self._on_loaded(self._jobs[outcome.request_id], outcome)
@@ -226,7 +226,11 @@ class ConnectorWorker:
             for job, outcome in self._recomputation.advance(busy=busy):
                 self._end(job, outcome)
         if self._chunk_observer is not None:
-            self._release(self._chunk_observer.advance(idle=idle, num_arrivals=self._num_arrivals))
+            self._release(
+                self._chunk_observer.advance(
+                    idle=idle, num_arrivals=self._num_arrivals, beside_work=not recomputes
+                )
+            )
         self._probe.advance(idle=idle, wanted=busy or not self._no_requests or self._has_arrival())
         if not busy:
             time.sleep(_IDLE_SLEEP_S if idle and self._loader.idle else _WORKING_SLEEP_S)

@@ -77,7 +77,7 @@ def test_the_prospective_priority_is_the_priority_after_an_add(
     policy = score()
     candidate: EvictionCandidate[str] = EvictionCandidate(3, 2, cost_s)
     for number in range(uses):
-        policy.count_rejected("a", number * gap_s)
+        policy.count_rejected("a", candidate, number * gap_s)
     now = uses * gap_s
     appraised = policy.prospective_priority("a", candidate, now)
     half_life_s = policy.half_life_s

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 
 from bench.support.clairvoyant import Intervals, clairvoyant
 from bench.support.comparison_policies import POLICY_NAMES, make_policy
+from bench.support.hazard_bound import hazard_bounds
 from bench.support.traces import BYTES_PER_TOKEN, Access, Replay, Request, Trace, computed_prefill_s
 from ragcache_core.eviction import DEFAULT_POLICY, EvictionCandidate, EvictionPolicy
 from ragcache_core.eviction import POLICY_NAMES as PRODUCT_POLICY_NAMES
 from ragcache_core.eviction.admission import make_admission
 from ragcache_core.eviction.policy import MAX_PROTECTED_PER_SEARCH
-from ragcache_core.eviction.score import FIRST_HALF_LIFE_S, ScorePolicy
+from ragcache_core.eviction.reuse_by_depth import ReuseByDepth
+from ragcache_core.eviction.score import FIRST_HALF_LIFE_S, USES_EXPONENT, ScorePolicy
 from ragcache_core.store_api import VariantUse
 
 MONOTONE = tuple(name for name in POLICY_NAMES if name not in {"pgdsf", "score"})
@@ -427,6 +430,70 @@ def test_the_half_life_follows_the_traffic() -> None:
         assert 2.0 * gap_s / 1.5 < score.half_life_s < 2.0 * gap_s * 1.5
 
 
+def prompts_that_share_their_first_chunk(*, leaves_only: bool) -> ScorePolicy[str]:
+    """Return a policy that has seen 200 prompts of a shared root, used twice, and a child."""
+    policy: ScorePolicy[str] = ScorePolicy(leaves_only=leaves_only)
+    for number in range(200):
+        policy.add(f"root {number}", candidate(), float(number))
+        policy.add(f"child {number}", candidate(parent=f"root {number}"), float(number))
+        policy.touch(f"root {number}", float(number))
+    for number in range(200):
+        policy.remove(f"child {number}")
+        policy.remove(f"root {number}")
+    return policy
+
+
+@pytest.mark.parametrize(("leaves_only", "first"), [(True, "later child"), (False, "earlier root")])
+def test_the_score_learns_which_depths_are_asked_for_again(leaves_only: bool, first: str) -> None:
+    policy = prompts_that_share_their_first_chunk(leaves_only=leaves_only)
+    policy.add("earlier root", candidate(), 200.0)
+    policy.add("later child", candidate(parent="a root of another shard"), 201.0)
+    assert policy.evict(lambda key: True) == first
+
+
+def test_a_depth_that_is_asked_for_as_often_does_not_change_the_order() -> None:
+    policy: ScorePolicy[str] = ScorePolicy(leaves_only=True)
+    for number in range(200):
+        policy.add(f"root {number}", candidate(), float(number))
+        policy.add(f"child {number}", candidate(parent=f"root {number}"), float(number))
+        policy.touch(f"root {number}", float(number))
+        policy.touch(f"child {number}", float(number))
+    policy.add("earlier root", candidate(), 200.0)
+    policy.add("later child", candidate(parent="a root of another shard"), 201.0)
+    assert policy.priority("later child", 201.0) > policy.priority("earlier root", 201.0)
+
+
+def test_the_score_remembers_the_depth_of_evicted_entries() -> None:
+    policy = prompts_that_share_their_first_chunk(leaves_only=True)
+    policy.add("root", candidate(), 200.0)
+    policy.add("child", candidate(parent="root"), 200.0)
+    once = policy.priority("child", 200.0)
+    assert policy.evict(lambda key: True) == "child"
+    policy.count_rejected("child", candidate(parent="root"), 200.0)
+    assert policy.prospective_priority("child", candidate(parent="root"), 200.0) == pytest.approx(
+        once + USES_EXPONENT * math.log2(3)
+    )
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=200),
+    st.integers(0, 20),
+)
+def test_a_share_of_reuse_is_finite_and_starts_at_none(
+    entries: list[tuple[int, bool]], depth: int
+) -> None:
+    reuse = ReuseByDepth()
+    assert reuse.log2_share(depth) == 0.0
+    for one, is_reused in entries:
+        reuse.add_entry(one)
+        if is_reused:
+            reuse.add_reuse(one)
+    reuse.publish()
+    assert not reuse.has_moved()
+    assert math.isfinite(reuse.log2_share(depth))
+    assert reuse.log2_share(0) == 0.0
+
+
 def test_a_full_computation_adds_one_to_the_frequency_of_reuse() -> None:
     policy: EvictionPolicy[str] = make_policy("cachecraft", leaves_only=False)
     policy.add("a", candidate(), 0.0)
@@ -515,6 +582,43 @@ def test_a_replay_counts_a_prefix_up_to_its_first_gap() -> None:
     tally = Replay(policy, make_admission("always", policy), 100 * UNIT_BYTES).run(trace)
     assert (tally.tokens, tally.hit_tokens, tally.saved_s) == (80, 30, 3.0)
     assert tally.written_bytes == 5 * UNIT_BYTES
+
+
+def sequence_of(keys: Iterable[int]) -> Trace:
+    """Return a blend that asks for one chunk of one size at a time, one a second."""
+    accesses = [Access(key, None, 1, 1.0) for key in keys]
+    made = [Request(float(number), (one,)) for number, one in enumerate(accesses)]
+    return Trace("", exact=False, requests=tuple(made))
+
+
+def test_what_a_queue_needs_is_not_evicted() -> None:
+    trace = sequence_of([1, 2, 3, 4, 5, 1])
+
+    def hits(lookahead: int) -> int:
+        lru = make_policy("lru", leaves_only=False)
+        admits = make_admission("always", lru)
+        return Replay(lru, admits, 2 * BYTES_PER_TOKEN, lookahead).run(trace).hit_tokens
+
+    assert [hits(lookahead) for lookahead in (0, 2, 3)] == [0, 0, 1]
+
+
+@given(st.lists(st.integers(0, 5), min_size=8, max_size=40), st.integers(1, 5))
+def test_the_online_bound_is_between_nothing_and_an_infinite_tier(
+    keys: list[int], capacity: int
+) -> None:
+    trace = sequence_of(keys)
+    sizes = [0, capacity * BYTES_PER_TOKEN, 6 * BYTES_PER_TOKEN]
+    nothing, bound, all_of_it = hazard_bounds(trace, sizes)
+    repeated = (len(keys) - len(set(keys))) / len(keys)
+    assert nothing == 0.0
+    assert nothing <= bound <= all_of_it + 1e-9
+    assert all_of_it == pytest.approx(repeated)
+
+
+def test_the_online_bound_keeps_popular_chunks() -> None:
+    popular = [key for number in range(50) for key in (1, 100 + number)]
+    (bound,) = hazard_bounds(sequence_of(popular), [BYTES_PER_TOKEN])
+    assert bound == pytest.approx(49 / 100), "one chunk in two requests, after its first"
 
 
 def test_prefill_takes_longer_with_more_cached_and_computed_tokens() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from tests.kit.clock import ManualClock
 from tests.kit.wait import wait_until
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ from ragcache_core.blend.token_selection import InfluencedChunk
 from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.identity.variant import Codec, Miss, Precision, Provenance
 from ragcache_engine.blend.attention import PassInterrupted
-from ragcache_engine.blend.chunk_observer import ChunkObserver
+from ragcache_engine.blend.chunk_observer import BUSY_SHARE, FIRST_REST_S, ChunkObserver
 from ragcache_engine.blend.recomputation_queue import RecomputationQueue
 from ragcache_engine.protocol.messages import (
     BLEND_UNSUPPORTED,
@@ -589,6 +590,19 @@ class FakeObserver:
         return FakeObservation(mass, torch.arange(len(chunk)).float())
 
 
+class TimedObserver(FakeObserver):
+    """Takes time of a clock for each chunk."""
+
+    def __init__(self, clock: ManualClock, observe_s: float) -> None:
+        super().__init__()
+        self._clock = clock
+        self._observe_s = observe_s
+
+    def observe(self, *args: Any) -> FakeObservation:
+        self._clock.now += self._observe_s
+        return super().observe(*args)
+
+
 SavedObservations = list[tuple[int, ChunkObservation]]
 
 
@@ -639,15 +653,44 @@ def test_one_chunk_is_observed_per_idle_step() -> None:
 
 
 def test_blocks_are_released_at_the_deadline_without_an_idle_step() -> None:
-    now = [0.0]
-    chunk_observer, _ = make_observer(FakeObserver(), lambda: now[0])
+    clock = ManualClock()
+    chunk_observer, _ = make_observer(TimedObserver(clock, 2.0), clock)
     chunk_observer.start(observe_job())
-    now[0] = 59.0
+    clock.now = 57.0
     assert chunk_observer.advance(idle=True) == set()  # one of two is observed
-    now[0] = 118.0
+    clock.now = 118.0
     assert chunk_observer.advance(idle=False) == set()
-    now[0] = 119.0
+    clock.now = 119.0
     assert chunk_observer.advance(idle=False) == {"ended"}
+
+
+def test_a_busy_engine_observes_chunks_in_a_small_share_of_its_time() -> None:
+    clock, arrivals = ManualClock(), ArrivalCounter(mmap.mmap(-1, 8))
+    observer = TimedObserver(clock, 0.5)
+    chunk_observer, saved = make_observer(observer, clock, arrivals.count)
+    observed_s = []
+    while clock.now < 200.0:
+        if not chunk_observer._tasks:
+            chunk_observer.start(observe_job())
+        arrivals.add()  # which would end an observation of an idle engine
+        before = len(saved)
+        began = clock.now
+        chunk_observer.advance(idle=False)
+        observed_s += [began] * (len(saved) - before)
+        clock.now += 0.25
+    assert observed_s[0] == FIRST_REST_S
+    assert len(saved) == 8, "one in 25 seconds"
+    assert 0.5 * len(saved) <= BUSY_SHARE * clock.now
+
+
+def test_no_chunk_is_observed_beside_a_recomputation() -> None:
+    clock = ManualClock()
+    chunk_observer, saved = make_observer(FakeObserver(), clock)
+    chunk_observer.start(observe_job())
+    for now in (0.0, FIRST_REST_S):
+        clock.now = now
+        chunk_observer.advance(idle=False, beside_work=False)
+    assert saved == []
 
 
 def test_blocks_are_released_when_vllm_needs_them(blend: BlendWorkerHarness) -> None:

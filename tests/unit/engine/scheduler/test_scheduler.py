@@ -27,7 +27,9 @@ from ragcache_core.plan.prompt import Prompt, plan_compute, plan_exact
 from ragcache_engine.protocol.messages import ComputedRange, LoadOutcome
 from ragcache_engine.scheduler.lookup import LookupExecutor, LookupResult
 from ragcache_engine.scheduler.request import NewRequest
+from ragcache_engine.scheduler.waiting_requests import RENEW_S, WaitingRequests
 from ragcache_kv.store_client.shard_router import ShardedLookup
+from tests.kit.clock import ManualClock
 from tests.kit.scheduler import (
     AS_OF,
     BLOCKS,
@@ -317,7 +319,7 @@ def test_all_lookups_of_a_step_share_one_wait_limit(
     assert waits[-1] == 5.0
 
 
-def test_values_on_disk_are_prefetched_for_queued_requests(warm: SchedulerHarness) -> None:
+def test_values_are_held_for_queued_requests(warm: SchedulerHarness) -> None:
     keys = list(warm.store.stored)
     for key in keys[1:]:
         warm.store.stored[key] = replace(warm.store.stored[key], tier=Tier.DISK)
@@ -333,7 +335,21 @@ def test_values_on_disk_are_prefetched_for_queued_requests(warm: SchedulerHarnes
     for _ in range(3):
         warm.scheduler.step([], lambda _: BLOCKS)
     warm.scheduler.close()
-    assert warm.store.prefetched == [keys[1:]]
+    assert warm.store.prefetched == [keys]
+
+
+def test_a_hold_is_renewed_while_its_request_waits(warm: SchedulerHarness) -> None:
+    clock = ManualClock()
+    warm.scheduler._waiting = waiting = WaitingRequests(clock)
+    warm.arrive("queues")
+    keys = wait_until(waiting.take_due)
+    assert waiting.take_due() == []
+    clock.now += RENEW_S
+    assert waiting.take_due() == keys
+    assert warm.loaded("queues")
+    clock.now += RENEW_S
+    assert waiting.take_due() == []
+    assert len(waiting) == 0
 
 
 def test_finished_requests_and_failed_lookups_prefetch_nothing(warm: SchedulerHarness) -> None:
@@ -346,6 +362,6 @@ def test_finished_requests_and_failed_lookups_prefetch_nothing(warm: SchedulerHa
     assert warm.loaded("not told") == 0
     for _ in range(3):
         warm.scheduler.step([], lambda _: BLOCKS)
-    assert not warm.scheduler._arrived
+    assert len(warm.scheduler._waiting) == 0
     warm.scheduler.close()
     assert warm.store.prefetched == []
