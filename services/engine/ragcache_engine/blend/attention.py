@@ -105,7 +105,9 @@ class AttentionObserver:
         with hook.attached():
             # Other requests may share these blocks, so the pass must not change a bit of them.
             self._recomputer.recompute(token_ids, blocks, [chunk], writes=False)
-        return AttentionObservation(hook.mass / self._cache.num_layers, hook.influence.sqrt())
+        ranks = self._recomputer.ranks
+        mass = ranks.mean(hook.mass / self._cache.num_layers)
+        return AttentionObservation(mass, ranks.sum(hook.influence).sqrt())
 
     def question_attention(
         self, token_ids: Sequence[int], blocks: Sequence[int], question: range
@@ -130,7 +132,7 @@ class AttentionObserver:
         hook = _QuestionHook(self._cache, blocks, question)
         with hook.attached(), suppress(PassInterrupted):
             self._recomputer.recompute(token_ids, blocks, [question])
-        return hook.scores
+        return self._recomputer.ranks.mean(hook.scores)
 
 
 class AttentionHook(ABC):
