@@ -70,9 +70,7 @@ class RankStore(ShardedStore):
         by_rank = [
             found.variants[start : start + len(keys)] for start in range(0, len(wanted), len(keys))
         ]
-        merged = [
-            _merged(key, parts) for key, *parts in zip(keys, *by_rank, strict=True)
-        ]
+        merged = [_merged(key, parts) for key, *parts in zip(keys, *by_rank, strict=True)]
         return replace(found, variants=tuple(merged))
 
     def get(

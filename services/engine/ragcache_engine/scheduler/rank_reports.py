@@ -11,7 +11,6 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_engine.protocol.messages import LoadOutcome, ProbeOutcome, StepReport, TierChange
 
 
-
 class RankReports:
     """Waits for all ranks where each of them has a part.
 

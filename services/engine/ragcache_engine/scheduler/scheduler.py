@@ -30,8 +30,8 @@ from ragcache_engine.scheduler.load_publisher import ArrivedRequest, LoadPublish
 from ragcache_engine.scheduler.load_tracker import LoadTracker
 from ragcache_engine.scheduler.lookup import LookupExecutor
 from ragcache_engine.scheduler.lookup_completion import LookupCompletion
-from ragcache_engine.scheduler.request import NewRequest, RequestPhase, RequestState
 from ragcache_engine.scheduler.rank_reports import RankReports
+from ragcache_engine.scheduler.request import NewRequest, RequestPhase, RequestState
 from ragcache_engine.scheduler.request_intake import RequestIntake
 from ragcache_engine.scheduler.save_planner import SavePlanner, observe_job
 from ragcache_engine.scheduler.tier_map import TierMap

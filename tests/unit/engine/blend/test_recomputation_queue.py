@@ -603,7 +603,8 @@ def make_observer(
     def save(job: Any, observation: ChunkObservation, seconds: float) -> None:
         saved.append((job.span.start, observation))
 
-    blend = SimpleNamespace(recomputer=SimpleNamespace(max_tokens=64, ranks=ONE_RANK), observer=observer)
+    recomputer = SimpleNamespace(max_tokens=64, ranks=ONE_RANK)
+    blend = SimpleNamespace(recomputer=recomputer, observer=observer)
     like = cast("BlendComponents", blend)
     made = ChunkObserver(like, save, 60.0, clock, count_arrivals=count_arrivals)
     return made, saved
