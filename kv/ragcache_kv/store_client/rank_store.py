@@ -70,7 +70,7 @@ class RankStore(ShardedStore):
         by_rank = [
             found.variants[start : start + len(keys)] for start in range(0, len(wanted), len(keys))
         ]
-        merged = [_merged(key, parts) for key, *parts in zip(keys, *by_rank, strict=True)]
+        merged = [merged_variants(key, parts) for key, *parts in zip(keys, *by_rank, strict=True)]
         return replace(found, variants=tuple(merged))
 
     def get(
@@ -139,7 +139,7 @@ def _part(variant: NewVariant, rank: int) -> NewVariant:
     )
 
 
-def _merged(key: LookupKey, parts: Sequence[ChunkVariants]) -> ChunkVariants:
+def merged_variants(key: LookupKey, parts: Sequence[ChunkVariants]) -> ChunkVariants:
     """Return the variants of which each rank's part is stored."""
     first, *others = parts
     known = [{one.key.prefix: one for one in found.stored} for found in others]

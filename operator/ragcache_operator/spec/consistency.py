@@ -133,7 +133,8 @@ def _ranks_have_heads(spec: RagCacheSpec) -> Violation | None:
 def _ranks_have_cores(engine: EngineSpec) -> Violation | None:
     limit = engine.resources.cpu_limit_millis
     is_enough = limit is not None and limit >= 1000 * engine.tensor_parallel
-    if engine.tensor_parallel == 1 or engine.device == "cuda" or is_enough:
+    is_on_cpu = engine.url is None and engine.device == "cpu"
+    if engine.tensor_parallel == 1 or not is_on_cpu or is_enough:
         return None
     return Violation(
         "is below one core for each rank, or unset: the ranks share these cores",

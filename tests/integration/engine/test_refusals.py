@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 # In a process of its own, because importing vLLM is slow, logs warnings and cannot be undone.
 _RUN = """
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -148,7 +149,11 @@ def test_an_unsupported_configuration_is_refused_with_field_and_fix() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     expected_errors = {
         "nothing": None,
-        "ranks": (ARGUMENTS, "one rank per engine"),
+        "two ranks": None,
+        "pipeline": (ARGUMENTS, "spec.engines[].tensorParallel"),
+        "context": (ARGUMENTS, "--decode-context-parallel-size"),
+        "heads": ("engines[].tensorParallel", "divides 2"),
+        "a head for each rank": None,
         "overrides": (ARGUMENTS, "config.json"),
         "revision": (ARGUMENTS, "--revision"),
         "commit": None,

@@ -121,8 +121,12 @@ class BlendWorkerHarness:
         return self.worker.wait_for_outcome(job.request_id, busy=busy)
 
 
-def make_blend(settings: EngineSettings | None = None) -> BlendWorkerHarness:
+def make_blend(
+    settings: EngineSettings | None = None, rank: int | None = None
+) -> BlendWorkerHarness:
     model = FakeModel()
+    if rank is not None:
+        model.ranks = Ranks(SimpleNamespace(world_size=2, rank_in_group=rank))
     rotation = KeyRotation(ROPE, "bfloat16")
     rotation.warm_up()  # not within a load's deadline
 
@@ -132,7 +136,8 @@ def make_blend(settings: EngineSettings | None = None) -> BlendWorkerHarness:
         recomputer: FakeModel
         observer: FakeModel
 
-    worker = WorkerHarness(settings, cast("Any", FakeComponents(rotation, model, model)))
+    parts = cast("Any", FakeComponents(rotation, model, model))
+    worker = WorkerHarness(settings, parts, rank=rank)
     model.cache = worker.cache
     return BlendWorkerHarness(worker, model, rotation)
 
