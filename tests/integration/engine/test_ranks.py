@@ -163,7 +163,7 @@ def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         for count in (RANKS, 1):
             started.append(RankedEngine(folder / str(count), tiny_model, store, count))
             wait_for_engine(started[-1].engine)
-        pair = Pair(*started, client)
+        pair = Pair(started[0], started[1], client)
         for one in started:
             for prompt in CAPTURED:
                 one.blend(prompt, 0.0)
@@ -210,6 +210,7 @@ def test_a_blend_equals_that_of_a_single_rank(
     context = sum(LENGTHS[chunk] for chunk in order)
     assert (record.blended_tokens, record.recomputed_tokens) == (context, int(share * context))
     assert record.recomputed_tokens == expected_record.recomputed_tokens
+    assert record.loaded_bytes == expected_record.loaded_bytes, "of all ranks, once"
     assert answer.token_ids == expected.token_ids
     found, wanted = pair.ranked.logprobs(prompt, share), pair.single.logprobs(prompt, share)
     assert found == pytest.approx(wanted, abs=NOISE)

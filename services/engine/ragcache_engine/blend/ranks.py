@@ -43,7 +43,8 @@ class Ranks:
         if self._group is None:
             return tensor
         # A sum may depend on the order, and the ranks choose tokens by it.
-        return self._group.broadcast(self._group.all_reduce(tensor.contiguous()), src=0)
+        total: torch.Tensor = self._group.all_reduce(tensor.contiguous())
+        return self._group.broadcast(total, src=0)  # type: ignore[no-any-return]
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the mean of the ranks' tensors, which are means over as many heads each."""

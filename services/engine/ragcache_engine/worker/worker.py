@@ -121,7 +121,7 @@ class ConnectorWorker:
         self._no_requests = False
         self._jobs: dict[str, LoadJob] = {}
         # Ended loads of blends that wait for the other ranks, and those not yet reported of them.
-        self._waiting: set[str] = set()
+        self._waiting: dict[str, LoadOutcome] = {}
         self._ended_loads: list[LoadOutcome] = []
         self._finished: frozenset[str] = frozenset()
         self._results = LoadResults(cache.shape.block_size)
@@ -161,10 +161,10 @@ class ConnectorWorker:
 
     def start_loads(self, jobs: StepJobs) -> None:
         """Start the step's loads and observations. ``advance`` writes the loaded values."""
-        for outcome in jobs.ended_loads:
-            if outcome.request_id in self._waiting:  # it has not been cancelled meanwhile
-                self._waiting.remove(outcome.request_id)
-                self._recompute(self._jobs[outcome.request_id], outcome)
+        for of_all in jobs.ended_loads:
+            own = self._waiting.pop(of_all.request_id, None)
+            if own is not None:  # it has not been cancelled meanwhile
+                self._recompute(self._jobs[own.request_id], _with_missing(own, of_all))
         starting = []
         for job in jobs.loads:
             self._jobs[job.request_id] = job
@@ -223,9 +223,8 @@ class ConnectorWorker:
         """
         self._finished = frozenset(finished)
         for request_id in self._finished:
-            if request_id in self._waiting:
-                self._waiting.remove(request_id)
-                self._end(self._jobs[request_id], _failed(self._jobs[request_id], "cancelled"))
+            if (own := self._waiting.pop(request_id, None)) is not None:
+                self._end(self._jobs[request_id], replace(own, reason="cancelled"))
             self._loader.cancel(request_id)
             if self._recomputation is not None:
                 self._recomputation.cancel(request_id)
@@ -327,7 +326,7 @@ class ConnectorWorker:
             self._recompute(job, outcome)
         else:
             # Another rank may miss what this one has, so the scheduler waits for all of them.
-            self._waiting.add(job.request_id)
+            self._waiting[job.request_id] = outcome
             self._ended_loads.append(outcome)
 
     def _recompute(self, job: LoadJob, outcome: LoadOutcome) -> None:
@@ -355,6 +354,16 @@ class ConnectorWorker:
 def _failed(job: LoadJob, reason: str) -> LoadOutcome:
     """Return the outcome of a load that could not start."""
     return LoadOutcome(job.request_id, 0, 0, 0.0, None, reason)
+
+
+def _with_missing(own: LoadOutcome, of_all: LoadOutcome) -> LoadOutcome:
+    """Return a rank's outcome with what any rank misses. Its bytes and seconds stay its own."""
+    return replace(
+        own,
+        missing_variant=of_all.missing_variant,
+        missing_ranges=of_all.missing_ranges,
+        reason=of_all.reason,
+    )
 
 
 def _warm_up_steps(
