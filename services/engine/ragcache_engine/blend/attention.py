@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ragcache_engine.blend.key_weighing import KeyWeighing
+from ragcache_engine.blend.ranks import PassInterrupted
 from ragcache_engine.kv_cache.host_memory import upload
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 
@@ -61,10 +62,6 @@ class AttentionObservation:
 
     mass: torch.Tensor
     influence: torch.Tensor
-
-
-class PassInterrupted(Exception):
-    """A pass was ended between two layers, because other work is waiting."""
 
 
 class AttentionObserver:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ragcache_core.blend.observation import ChunkObservation
 from ragcache_core.blend.prefix_overlap import AttendedChunk
-from ragcache_engine.blend.attention import PassInterrupted
+from ragcache_engine.blend.ranks import PassInterrupted
 from ragcache_engine.kv_cache.host_memory import HostCopy
 from ragcache_engine.protocol.messages import ObserveJob, SaveJob
 from ragcache_wire.tracing import SpanKind, Tracer, metadata

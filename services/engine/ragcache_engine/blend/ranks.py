@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
-from ragcache_engine.blend.attention import PassInterrupted
-
 log = logging.getLogger("vllm.ragcache")
+
+
+class PassInterrupted(Exception):
+    """A pass was ended between two layers, because other work is waiting."""
 
 
 class Ranks:

@@ -115,8 +115,8 @@ class _RecomputationTask:
 class RecomputationQueue:
     """Recomputes loads in their order, several in one pass.
 
-    With several ranks, each rank's queue takes the same passes in the same steps: it depends on the
-    loads, on ``busy``, and on attention that is equal on all ranks, and on no clock or device.
+    With several ranks, the queues of all ranks take the same passes in the same steps. A queue
+    depends on loads, on ``busy`` and on attention, which are equal on all ranks, and on no clock.
 
     Only the worker's main thread may use it.
 

@@ -25,9 +25,8 @@ from ragcache_core.blend.observation import ChunkObservation, observation_key
 from ragcache_core.blend.token_selection import InfluencedChunk
 from ragcache_core.identity.keys import ChunkKey
 from ragcache_core.identity.variant import Codec, Miss, Precision, Provenance
-from ragcache_engine.blend.attention import PassInterrupted
 from ragcache_engine.blend.chunk_observer import ChunkObserver
-from ragcache_engine.blend.ranks import ONE_RANK, Ranks
+from ragcache_engine.blend.ranks import ONE_RANK, PassInterrupted, Ranks
 from ragcache_engine.blend.recomputation_queue import RecomputationQueue
 from ragcache_engine.protocol.messages import (
     BLEND_UNSUPPORTED,
