@@ -94,9 +94,9 @@ def test_each_rank_needs_a_gpu_of_its_own() -> None:
 
 def test_an_engine_sees_the_gpus_of_all_its_ranks(tmp_path: Path) -> None:
     ranked, other = engines("cuda", "cuda")
-    models = {"model": {"source": f"path:{_model(tmp_path)}"}}
-    other |= {"model": {"source": f"path:{_model(tmp_path)}", "name": "other"}}
-    cache = make_cache(engines=[ranked | {"tensorParallel": 2}, other], **models)
+    model = {"source": f"path:{_model(tmp_path)}"}
+    other |= {"model": {**model, "name": "other"}}
+    cache = make_cache(model=model, engines=[ranked | {"tensorParallel": 2}, other])
     children = build_children(cache, LocalPlacement(tmp_path / "data", 8123, count(20_000)))
     found = components_from(children, cache.metadata.name, ["3", "5", "7"])
     devices = [part.env.get("CUDA_VISIBLE_DEVICES") for part in found if part.kind == "engine"]
