@@ -158,6 +158,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "engines.model.cache.claim": ("two", ENGINE, ""),
     "engines.replicas": (2, "", f"{ENGINE} {ENGINE_SCALER}"),
     "engines.device": ("cpu", ENGINE, ""),
+    "engines.tensorParallel": (3, f"{ENGINE} {GATEWAY}", ""),
     "engines.gpu.resource": ("nvidia.com/mig-3g.40gb", ENGINE, ""),
     "engines.gpu.memoryShare": (0.8, ENGINE, ""),
     "engines.gpu.sharedMemory": ("4Gi", ENGINE, ""),
