@@ -273,7 +273,7 @@ def base_of(path: str) -> Object:
         spec["trustedCA"] = {"configMap": "one"}
     if path == "proxy.noProxy":
         spec["proxy"] = {"https": "http://one.example.com:3128"}
-    if path.startswith(("engines.device", "engines.gpu")):
+    if path.startswith(("engines.device", "engines.gpu", "engines.tensorParallel")):
         spec["engines"][0]["device"] = "cuda"
     if path.startswith("retriever.gpu"):
         spec["retriever"] = {"gpu": {}}
