@@ -302,7 +302,9 @@ class GatewaySettings(PartSettings):
         Accepts(f"a number of tokens, {MIN_MODEL_LEN} or more"),
     ] = setting(spec="spec.model.maxLength")
     """Most tokens of prompt and answer together, as vLLM's --max-model-len."""
-    model_ranks: Count = setting(1, spec="spec.engines[].tensorParallel")
+    model_ranks: Count = setting(
+        1, internal="The operator sets spec.engines[].tensorParallel where it is above 1."
+    )
     """Tensor parallel ranks of each engine of the model, which are a part of the keys of its KV."""
     other_models: Annotated[
         tuple[ModelSettings, ...],
