@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -227,11 +228,16 @@ class WorkerHarness:
         blend: BlendComponents | None = None,
         client: ShardedStore | None = None,
         joint_pass: JointPass | None = None,
+        rank: int | None = None,
     ) -> None:
-        """client: a client of a real store, instead of the fake one."""
+        """client: a client of a real store, instead of the fake one. rank: one of two."""
         self.cache, self.store = FakePagedCache(), FakeStoreClient()
         self.connector = ConnectorWorker(
-            EngineContext(settings or EngineSettings(cachestore=FixedMembers(())), SPACE),
+            EngineContext(
+                settings or EngineSettings(cachestore=FixedMembers(())),
+                SPACE if rank is None else replace(SPACE, num_ranks=2),
+                rank=rank or 0,
+            ),
             cast("PagedCache", self.cache),
             client or cast("ShardedStore", self.store),
             blend,

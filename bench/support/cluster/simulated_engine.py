@@ -218,7 +218,7 @@ class SimulatedEngine:
             for save in jobs.saves:
                 self._worker.save(save, token_s)
             passes = [MeasuredPass(jobs.work, seconds)] if jobs.prompt_tokens else []
-            self._connector.on_report(StepReport(passes=passes))
+            self._connector.on_reports([StepReport(passes=passes)])
             written = self._scheduler.end_pass(current)
             self._cache.report()
             finished = [one.id for one in written if one.is_done]
@@ -246,7 +246,7 @@ class SimulatedEngine:
         """Make a load that a request declined."""
         outcome = await self._worker.load(probe)
         variants = tuple(span.variant for span in probe.spans)
-        self._connector.on_report(StepReport(probes=[ProbeOutcome(outcome, variants)]))
+        self._connector.on_reports([StepReport(probes=[ProbeOutcome(outcome, variants)])])
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -148,7 +148,7 @@ def node_gpus(spec: RagCacheSpec, nodes: Sequence[Object]) -> Iterator[Finding]:
     wanted: Counter[str] = Counter()
     for engine in spec.own_engines:
         if engine.device == "cuda":
-            wanted[engine.gpu_or_default.resource] += engine.replicas
+            wanted[engine.gpu_or_default.resource] += engine.replicas * engine.tensor_parallel
     if spec.retriever.gpu is not None:
         wanted[spec.retriever.gpu.resource] += spec.retriever.replicas
     capacity = gpu_capacity(nodes, frozenset(wanted))
@@ -158,7 +158,7 @@ def node_gpus(spec: RagCacheSpec, nodes: Sequence[Object]) -> Iterator[Finding]:
         if not capacity[resource]:
             fix = "install the device plugin, or correct gpu.resource"
         elif capacity[resource] < number:
-            fix = "add nodes, or lower replicas"
+            fix = "add nodes, or lower replicas or tensorParallel"
         yield Finding(resource, found, fix)
 
 
@@ -170,7 +170,7 @@ def memory(spec: RagCacheSpec, available: int) -> Finding:
     needed += _ENGINE_BYTES if on_cpu else 0
     needed += sum(engine.host_kv_bytes + engine.host_tier_bytes for engine in on_cpu)
     needed += sum(
-        EngineMemory.beside_gpu(engine.host_tier_bytes).request_bytes
+        EngineMemory.beside_gpu(engine.host_tier_bytes, engine.tensor_parallel).request_bytes
         for engine in engines
         if engine.device == "cuda"
     )

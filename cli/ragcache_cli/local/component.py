@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import httpx
 
@@ -65,8 +66,8 @@ def components_from(
     Replica counts are ignored: they are for several machines.
 
     Args:
-        devices: GPUs as CUDA_VISIBLE_DEVICES names them. Each container that asks for an extended
-            resource gets one.
+        devices: GPUs as CUDA_VISIBLE_DEVICES names them. Each container gets as many as it asks
+            for of an extended resource.
     """
     free = iter(devices)
     return [_component(child, cache_name, free) for child in children if child["kind"] in WORKLOADS]
@@ -94,11 +95,11 @@ def _component(workload: Object, cache_name: str, devices: Iterator[str]) -> Loc
 
 
 def _device(container: Object, devices: Iterator[str]) -> dict[str, str]:
-    """Return the variable that gives a container the next GPU, if it asks for one."""
-    if not any("/" in name for name in container["resources"].get("limits", {})):
-        return {}
-    device = next(devices, None)
-    return {} if device is None else {DEVICES_VARIABLE: device}
+    """Return the variable that gives a container the next GPUs, if it asks for some."""
+    limits = container["resources"].get("limits", {})
+    wanted = sum(int(number) for name, number in limits.items() if "/" in name)
+    given = list(islice(devices, wanted))
+    return {DEVICES_VARIABLE: ",".join(given)} if given else {}
 
 
 def _command(container: Object) -> tuple[str, ...]:

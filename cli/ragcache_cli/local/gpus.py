@@ -89,7 +89,7 @@ def gpus_for(spec: RagCacheSpec) -> Sequence[Gpu]:
 
 
 def check_gpus(spec: RagCacheSpec, num_gpus: int, torch_version: str) -> None:
-    """Check that each group of engines on GPUs gets one, and that one build of vLLM serves all.
+    """Check that each rank of an engine gets a GPU, and that one build of vLLM serves all.
 
     A retriever on a GPU gets one of its own, too.
 
@@ -103,8 +103,8 @@ def check_gpus(spec: RagCacheSpec, num_gpus: int, torch_version: str) -> None:
     if num_gpus < len(wanted):
         raise InvalidInput(
             wanted[num_gpus],
-            f"is one of {len(wanted)} fields that need a GPU each: this machine has {num_gpus}",
-            "use the processor for some of them, or leave them out",
+            f"needs a GPU, and {len(wanted)} are needed in all: this machine has {num_gpus}",
+            "use the processor, lower tensorParallel, or leave it out",
         )
     on_cpu = [i for i, engine in enumerate(spec.engines) if _is_on_cpu(engine)]
     if on_cpu and any(engine.device == "cuda" for engine in spec.engines):
@@ -122,9 +122,12 @@ def check_gpus(spec: RagCacheSpec, num_gpus: int, torch_version: str) -> None:
 
 
 def _wanted(spec: RagCacheSpec) -> list[str]:
-    """Return the fields that ask for a GPU."""
+    """Return the field that asks for each GPU."""
     engines = [
-        f"spec.engines[{i}].device" for i, one in enumerate(spec.engines) if one.device == "cuda"
+        f"spec.engines[{i}].{'tensorParallel' if rank else 'device'}"
+        for i, one in enumerate(spec.engines)
+        if one.device == "cuda"
+        for rank in range(one.tensor_parallel)
     ]
     return engines if spec.retriever.gpu is None else [*engines, "spec.retriever.gpu"]
 

@@ -38,22 +38,25 @@ class EngineMemory:
 
     Attributes:
         on_gpu: Whether weights and KV are in a GPU's memory. Then both sizes are 0.
+        num_ranks: Tensor parallel ranks, each of which is a process. All sizes are of all ranks.
     """
 
     weights_bytes: int
     kv_bytes: int
     host_tier_bytes: int
     on_gpu: bool = False
+    num_ranks: int = 1
 
     @classmethod
-    def beside_gpu(cls, host_tier_bytes: int) -> EngineMemory:
-        """Return what an engine on a GPU keeps in host memory."""
-        return cls(0, 0, host_tier_bytes, on_gpu=True)
+    def beside_gpu(cls, host_tier_bytes: int, num_ranks: int = 1) -> EngineMemory:
+        """Return what an engine on GPUs keeps in host memory."""
+        return cls(0, 0, host_tier_bytes, on_gpu=True, num_ranks=num_ranks)
 
     @property
     def request_bytes(self) -> int:
         """What the engine should request, rounded up to MiB."""
         process_bytes = _GPU_PROCESS_BYTES if self.on_gpu else _PROCESS_BYTES
+        process_bytes += (self.num_ranks - 1) * self._least_rank_bytes
         return -(-(self._held_bytes + process_bytes) // _MIB) * _MIB
 
     @property
@@ -64,6 +67,10 @@ class EngineMemory:
     @property
     def least_process_bytes(self) -> int:
         """What vLLM's processes certainly fill."""
+        return self.num_ranks * self._least_rank_bytes
+
+    @property
+    def _least_rank_bytes(self) -> int:
         return _LEAST_GPU_PROCESS_BYTES if self.on_gpu else _LEAST_PROCESS_BYTES
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,8 @@ class KVSpace:
         dtype: Element type as stored, such as ``bfloat16``.
         name_key: Key of the hashes that name chunks and prefixes (``StoreKey.names``). Empty: the
             platform has none.
+        num_ranks: Ranks that share the heads (tensor parallelism). Each stores a value of its own
+            (``rank_key``), so engines with other numbers of ranks cannot read it.
     """
 
     model: str
@@ -52,6 +54,7 @@ class KVSpace:
     head_dim: int
     dtype: str
     name_key: bytes = field(default=b"", repr=False)
+    num_ranks: int = 1
 
     def digest(self) -> bytes:
         """Return the 128-bit digest that is part of every key of this space. It is no secret."""
@@ -63,9 +66,15 @@ class KVSpace:
                 str(self.num_kv_heads),
                 str(self.head_dim),
                 self.dtype,
+                *((f"{self.num_ranks} ranks",) if self.num_ranks > 1 else ()),
             )
         )
         return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+
+
+    def of_rank(self) -> KVSpace:
+        """Return the space with the heads that one rank has, for the layout of its values."""
+        return replace(self, num_kv_heads=self.num_kv_heads // self.num_ranks)
 
 
 def domain_salt(domain: str) -> str | None:
@@ -167,3 +176,21 @@ class VariantKey:
         if len(raw) != 2 * KEY_BYTES:
             raise ValueError(f"a variant key has {2 * KEY_BYTES} bytes, not {len(raw)}")
         return cls(raw[:KEY_BYTES], raw[KEY_BYTES:])
+
+
+def rank_key(key: VariantKey, rank: int) -> VariantKey:
+    """Return the name of a rank's part of a variant: its range of heads.
+
+    The number of ranks is in the KV space, and so in ``key``. Rank 0 stores its part under the
+    variant's own key, by which gateways find and prefetch it.
+    """
+    return VariantKey(rank_chunk(key.chunk, rank), key.prefix)
+
+
+def rank_chunk(chunk: ChunkKey, rank: int) -> ChunkKey:
+    """Return the chunk key of a rank's part of a chunk's variants."""
+    if not rank:
+        return chunk
+    hasher = hashlib.blake2b(chunk, digest_size=KEY_BYTES, person=b"ragcache-rank")
+    hasher.update(rank.to_bytes(4, "little"))
+    return hasher.digest()

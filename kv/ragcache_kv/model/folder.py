@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +31,11 @@ class ModelFolder:
     fingerprint: str
 
     def space(
-        self, dtype: str, store_key: StoreKey | None = None, max_length: int | None = None
+        self,
+        dtype: str,
+        store_key: StoreKey | None = None,
+        max_length: int | None = None,
+        num_ranks: int = 1,
     ) -> KVSpace:
         """Return the KV space.
 
@@ -39,9 +43,11 @@ class ModelFolder:
             dtype: Of keys and values. ``auto``: that of the checkpoint.
             store_key: The platform's; None: it has none.
             max_length: Most tokens of prompt and answer together (``kv_space``).
+            num_ranks: Tensor parallel ranks of an engine.
         """
         name_key = b"" if store_key is None else store_key.names
-        return kv_space(self.fingerprint, self.config, dtype, name_key, max_length)
+        space = kv_space(self.fingerprint, self.config, dtype, name_key, max_length)
+        return replace(space, num_ranks=num_ranks)
 
 
 def load_model_folder(

@@ -46,8 +46,6 @@ _DRAIN_S = 120
 """Time for answers in flight after the last new request."""
 _END_S = 30
 """Time for vLLM's processes to end after a signal."""
-_SHARED_MEMORY: Final = "1Gi"
-"""vLLM's processes communicate through it. A container has 64 MiB by default."""
 _GPU_IMAGE: Final = "engine-cuda"
 
 
@@ -70,7 +68,7 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
     """Return the objects of one group of engines."""
     on_gpu = engine.device == "cuda"
     derived = DerivedResources("1", _memory(cache, engine).request_bytes)
-    gpus = {engine.gpu_or_default.resource: "1"} if on_gpu else {}
+    gpus = {engine.gpu_or_default.resource: str(engine.tensor_parallel)} if on_gpu else {}
     replica_range = engine.autoscaling and ReplicaRange(
         engine.replicas, engine.autoscaling.max_replicas
     )
@@ -132,14 +130,16 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
 
 def _memory(cache: RagCache, engine: EngineSpec) -> EngineMemory:
     if engine.device == "cuda":
-        return EngineMemory.beside_gpu(engine.host_tier_bytes)
+        return EngineMemory.beside_gpu(engine.host_tier_bytes, engine.tensor_parallel)
     weights = weights_bytes(cache.spec.model_of(engine))
-    return EngineMemory(weights, engine.host_kv_bytes, engine.host_tier_bytes)
+    return EngineMemory(
+        weights, engine.host_kv_bytes, engine.host_tier_bytes, num_ranks=engine.tensor_parallel
+    )
 
 
 def _shared_memory(engine: EngineSpec) -> Mount:
-    size = engine.gpu_or_default.shared_memory if engine.device == "cuda" else _SHARED_MEMORY
-    volume = {"emptyDir": {"medium": "Memory", "sizeLimit": canonical(size)}}
+    size = canonical(f"{engine.shared_memory_bytes >> 20}Mi")
+    volume = {"emptyDir": {"medium": "Memory", "sizeLimit": size}}
     return Mount("shm", "/dev/shm", volume)
 
 
@@ -161,6 +161,7 @@ def _arguments(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement
         # The gateway composes the priority of each request.
         *("--scheduling-policy", "priority"),
         *_device_arguments(engine),
+        *_rank_arguments(engine),
         *vllm_arguments(cache),
         *engine.args,
         *engine.unsafe_args,
@@ -187,12 +188,18 @@ def _tls_arguments(folder: str | None) -> list[str]:
     ]
 
 
+def _rank_arguments(engine: EngineSpec) -> list[str]:
+    if engine.tensor_parallel == 1:
+        return []
+    return ["--tensor-parallel-size", str(engine.tensor_parallel)]
+
+
 def _device_arguments(engine: EngineSpec) -> list[str]:
     if engine.device == "cpu":
         # Compiling would make each start longer. Its benefit on a CPU has not been measured.
         return ["--enforce-eager"]
-    if engine.kv_memory_gib is not None:
-        return ["--kv-cache-memory-bytes", str(engine.kv_memory_gib << 30)]
+    if engine.rank_kv_gib is not None:
+        return ["--kv-cache-memory-bytes", str(engine.rank_kv_gib << 30)]
     return ["--gpu-memory-utilization", str(engine.gpu_or_default.memory_share)]
 
 
@@ -240,13 +247,13 @@ def _cpu_sizes(engine: EngineSpec) -> dict[str, str]:
     """Return the size of the KV cache, and as many threads as the CPU limit has cores.
 
     Otherwise vLLM starts one thread for each core of the node, and the kernel stops them all when
-    they have used the limit.
+    they have used the limit. Both are of each rank.
     """
-    sizes = {"VLLM_CPU_KVCACHE_SPACE": str(engine.kv_memory_gib)}
+    sizes = {"VLLM_CPU_KVCACHE_SPACE": str(engine.rank_kv_gib)}
     limit = engine.resources.cpu_limit_millis
     if limit is not None:
         sizes["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        sizes["OMP_NUM_THREADS"] = str(max(1, limit // 1000))
+        sizes["OMP_NUM_THREADS"] = str(max(1, limit // 1000 // engine.tensor_parallel))
     return sizes
 
 

@@ -168,7 +168,11 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
     issuers = cache.spec.gateway.oidc
     other_models = [
         ModelSettings(
-            one.served_name, placement.model(one.parsed_source, number), one.dtype, one.max_length
+            one.served_name,
+            placement.model(one.parsed_source, number),
+            one.dtype,
+            one.max_length,
+            cache.spec.ranks_of(one),
         )
         for number, one in enumerate(others, start=1)
     ]
@@ -199,6 +203,7 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
             store_key_file=placement.store_key_file(),
             model=placement.model(model.parsed_source),
             model_name=model.served_name,
+            model_ranks=str(ranks) if (ranks := cache.spec.ranks_of(model)) > 1 else None,
             other_models=models_text(other_models) if other_models else None,
             stop_grace_s=str(_STOP_GRACE_S),
             allowed_hosts=",".join(_allowed_hosts(cache, placement)) or None,

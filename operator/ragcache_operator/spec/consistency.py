@@ -20,7 +20,9 @@ from ragcache_operator.spec.pods import (
     TolerationSpec,
 )
 from ragcache_operator.spec.ragcache import (
+    BUNDLED_KV_HEADS,
     BUNDLED_MODELS,
+    RANK_SHARED_BYTES,
     CacheStoreSpec,
     EngineSpec,
     GatewayAuthSpec,
@@ -102,6 +104,54 @@ def _same_name_is_same_model(spec: RagCacheSpec) -> Violation | None:
                 f"[{i}].model.name",
             )
     return None
+
+
+def _same_model_same_ranks(spec: RagCacheSpec) -> Violation | None:
+    for i, engine in enumerate(spec.engines):
+        model = spec.model_of(engine)
+        if engine.url is None and engine.tensor_parallel != spec.ranks_of(model):
+            return Violation(
+                f"is {engine.tensor_parallel}, and another group of {model.served_name!r} has "
+                f"{spec.ranks_of(model)}: the ranks of both would store different heads",
+                "set the same number for both",
+                f"[{i}].tensorParallel",
+            )
+    return None
+
+
+def _ranks_have_heads(spec: RagCacheSpec) -> Violation | None:
+    for i, engine in enumerate(spec.engines):
+        source = spec.model_of(engine).parsed_source
+        heads = BUNDLED_KV_HEADS.get(source.value) if source.kind == "bundled" else None
+        if engine.url is None and heads is not None and heads % engine.tensor_parallel:
+            return Violation(
+                f"is {engine.tensor_parallel}, and {source.value} has {heads} KV heads",
+                f"use a number that divides {heads}",
+                f"[{i}].tensorParallel",
+            )
+    return None
+
+
+def _ranks_have_cores(engine: EngineSpec) -> Violation | None:
+    limit = engine.resources.cpu_limit_millis
+    is_enough = limit is not None and limit >= 1000 * engine.tensor_parallel
+    is_on_cpu = engine.url is None and engine.device == "cpu"
+    if engine.tensor_parallel == 1 or not is_on_cpu or is_enough:
+        return None
+    return Violation(
+        "is below one core for each rank, or unset: the ranks share these cores",
+        f'use "{engine.tensor_parallel}" or more, or set tensorParallel to 1',
+    )
+
+
+def _shared_memory_holds_ranks(engine: EngineSpec) -> Violation | None:
+    least = engine.tensor_parallel * RANK_SHARED_BYTES
+    if engine.tensor_parallel == 1 or engine.shared_memory_bytes >= least:
+        return None
+    return Violation(
+        f"is too small for the {engine.tensor_parallel} ranks, which communicate through it",
+        f"use {least >> 20}Mi or more, or leave it out",
+    )
 
 
 def _tokens_are_equal(spec: RagCacheSpec) -> Violation | None:
@@ -201,6 +251,7 @@ _FIX: Final = "leave it out, or leave out url"
 _CONDITIONS: Final = {
     "role": "self.role == 'both'",
     "device": "self.device == 'cpu'",
+    "tensorParallel": "self.tensorParallel == 1",
     "replicas": "self.replicas == 1",
     "args": "!has(self.args) || size(self.args) == 0",
     "unsafeArgs": "!has(self.unsafeArgs) || size(self.unsafeArgs) == 0",
@@ -496,6 +547,10 @@ CONSISTENCY: tuple[Rule, ...] = (
     Rule(RagCacheSpec, "engines", _engine_names_differ, ENFORCED_BY_SCHEMA),
     Rule(RagCacheSpec, "engines", _first_model_has_engines, NO_CEL_FOR_NAMES),
     Rule(RagCacheSpec, "engines", _same_name_is_same_model, NO_CEL_FOR_NAMES),
+    Rule(RagCacheSpec, "engines", _same_model_same_ranks, NO_CEL_FOR_NAMES),
+    Rule(RagCacheSpec, "engines", _ranks_have_heads, NO_CEL_FOR_NAMES),
+    Rule(EngineSpec, "resources.cpuLimit", _ranks_have_cores, NO_CEL_FOR_QUANTITIES),
+    Rule(EngineSpec, "gpu.sharedMemory", _shared_memory_holds_ranks, NO_CEL_FOR_QUANTITIES),
     Rule(RagCacheSpec, "engines", _tokens_are_equal, NO_CEL_FOR_NAMES),
     *(
         cel_rule(

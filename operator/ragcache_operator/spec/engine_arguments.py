@@ -207,15 +207,18 @@ REFUSED_FLAGS: Final = (
         {"kv-offloading-": "leave it out, and set spec.engines[].hostTier"},
     ),
     RefusedFlags(
-        "asks for several ranks, and an engine has one",
-        dict.fromkeys(
-            (
-                *("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-"),
-                *("prefill-context-parallel-size", "decode-context-parallel-size"),
-                *("nnodes", "node-rank"),
+        "asks for ranks in a way that stored KV does not support",
+        {
+            "tensor-parallel-size": "leave it out, and set spec.engines[].tensorParallel",
+            **dict.fromkeys(
+                (
+                    *("pipeline-parallel-size", "data-parallel-"),
+                    *("prefill-context-parallel-size", "decode-context-parallel-size"),
+                    *("nnodes", "node-rank"),
+                ),
+                "leave it out, and set spec.engines[].tensorParallel or replicas",
             ),
-            "leave it out, and set spec.engines[].replicas",
-        ),
+        },
     ),
     RefusedFlags(
         "changes the model, while stored KV is named by the model's folder",

@@ -63,8 +63,12 @@ COMPONENTS = ("gateway", "retriever", "engine", "cachestore")
 BUNDLED_MODELS = {"smollm2": 8192, "tinyrag": 4096}
 """Models that need no hub, each with its maximum context length in tokens. The images have them,
 and `ragcache up` fetches them."""
+BUNDLED_KV_HEADS = {"smollm2": 3, "tinyrag": 6}
+"""Their KV heads, which the ranks of an engine share."""
 
 _GIB = 1 << 30
+RANK_SHARED_BYTES = 512 << 20
+"""/dev/shm of each rank: two of vLLM's message queues of 160 MiB, and NCCL's buffers."""
 _DEFAULT_KV_GIB = 2
 """The paged KV cache of an engine on a processor."""
 # The full name of a flag, because argparse accepts short ones. A key of its value needs a value.
@@ -462,12 +466,14 @@ class GPUSpec(ManifestModel):
     """GPUSpec sets the GPU of each engine of a group."""
 
     resource: ExtendedResource = "nvidia.com/gpu"
-    """Extended resource: each engine takes one, like nvidia.com/mig-3g.40gb for a part of a GPU."""
+    """Extended resource, like nvidia.com/mig-3g.40gb for a part of a GPU. Each engine takes
+    tensorParallel of it."""
     memory_share: Annotated[float, Field(ge=0.1, le=0.98, allow_inf_nan=False)] = 0.9
-    """Share of the GPU's memory that the engine takes for weights, activations and its paged KV
+    """Share of each GPU's memory that the engine takes for weights, activations and its paged KV
     cache. With kvMemory it has no effect."""
-    shared_memory: ByteQuantity = "1Gi"
-    """Size of /dev/shm, through which vLLM's processes communicate."""
+    shared_memory: ByteQuantity | None = None
+    """Size of /dev/shm, through which vLLM's processes communicate. If unset, it is 1Gi, or 512Mi
+    for each rank if that is more."""
 
 
 class EngineSpec(ManifestModel):
@@ -504,11 +510,18 @@ class EngineSpec(ManifestModel):
     replicas: Replicas = 1
     """Number of engine replicas. With autoscaling, this is the minimum."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device that the engine computes on: the processor, or one NVIDIA GPU."""
+    """Device that the engine computes on: the processor, or NVIDIA GPUs."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of ranks of each engine (tensor parallelism), each of which has a part of the weights
+    and of the KV heads. With device cuda each rank has a GPU of its own, all on one node. On a
+    processor the ranks share the cores of resources.cpuLimit. It must divide the model's number of
+    KV heads. Groups of the same model have the same number, because each rank stores its own
+    heads."""
     gpu: GPUSpec | None = None
-    """The GPU of each engine, only with device cuda. If unset, it is one nvidia.com/gpu."""
+    """The GPUs of each engine, only with device cuda. If unset, they are nvidia.com/gpu."""
     kv_memory: ByteQuantity | None = None
-    """Size of the engine's paged KV cache, rounded up to whole GiB. The engine loads other KV from
+    """Size of the engine's paged KV cache, of all ranks together, rounded up to whole GiB for each
+    rank. The engine loads other KV from
     the cache store. If unset, it is 2Gi on a processor, and what gpu.memoryShare leaves on a
     GPU."""
     host_tier: ByteQuantity | None = None
@@ -537,19 +550,31 @@ class EngineSpec(ManifestModel):
         return self.gpu or GPUSpec()
 
     @property
-    def kv_memory_gib(self) -> int | None:
-        """Size of the paged KV cache in GiB, rounded up. vLLM takes whole GiB on processors.
+    def rank_kv_gib(self) -> int | None:
+        """Size of a rank's paged KV cache in GiB, rounded up. vLLM takes whole GiB on processors.
 
         None: it is what a GPU has left.
         """
-        if self.kv_memory is None:
-            return _DEFAULT_KV_GIB if self.device == "cpu" else None
-        return -(-parse_quantity(self.kv_memory) // _GIB)
+        num_bytes = _DEFAULT_KV_GIB * _GIB
+        if self.kv_memory is not None:
+            num_bytes = parse_quantity(self.kv_memory)
+        elif self.device == "cuda":
+            return None
+        return -(-num_bytes // (self.tensor_parallel * _GIB))
 
     @property
     def host_kv_bytes(self) -> int:
         """Size of the paged KV cache in host memory, in bytes."""
-        return (self.kv_memory_gib or 0) << 30 if self.device == "cpu" else 0
+        gib = self.tensor_parallel * (self.rank_kv_gib or 0)
+        return gib << 30 if self.device == "cpu" else 0
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Size of /dev/shm."""
+        given = self.gpu_or_default.shared_memory if self.device == "cuda" else None
+        if given is not None:
+            return parse_quantity(given)
+        return max(_GIB, self.tensor_parallel * RANK_SHARED_BYTES)
 
     @property
     def host_tier_bytes(self) -> int:
@@ -717,6 +742,11 @@ class RagCacheSpec(ManifestModel):
         for engine in self.engines:
             found.setdefault(self.model_of(engine).served_name, self.model_of(engine))
         return tuple(found.values())
+
+    def ranks_of(self, model: ModelSpec) -> int:
+        """Return the number of ranks of the engines that serve a model."""
+        served = (one for one in self.own_engines if self.model_of(one) == model)
+        return next((one.tensor_parallel for one in served), 1)
 
     def model_of(self, engine: EngineSpec) -> ModelSpec:
         """Return the model of a group of engines."""

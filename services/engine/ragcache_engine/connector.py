@@ -14,7 +14,7 @@ import logging
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.parallel_state import get_tp_group
 
 from ragcache_core.cost.load_or_compute import ReuseCosts
 from ragcache_core.cost.prefill_profile import PrefillProfile
@@ -38,6 +39,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_engine.announcements.node_announcer import NodeAnnouncer
 from ragcache_engine.blend.components import BlendComponents, make_blend_components
 from ragcache_engine.blend.joint_pass import JointPass
+from ragcache_engine.blend.ranks import ONE_RANK, Ranks
 from ragcache_engine.blend.recomputer import Recomputer, access_model
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.plugin import current_worker, vllm_version
@@ -57,6 +59,7 @@ from ragcache_engine.vllm_interface.requirements import (
     check_config,
     check_full_attention,
     check_layout,
+    check_ranks,
 )
 from ragcache_engine.worker.prefill_profiling import (
     measure_profile,
@@ -67,6 +70,7 @@ from ragcache_engine.worker.prefill_profiling import (
 )
 from ragcache_engine.worker.worker import ConnectorWorker
 from ragcache_kv.model.folder import load_model_folder
+from ragcache_kv.store_client.rank_store import RankStore
 from ragcache_kv.store_client.sharded import ShardedStore
 from ragcache_wire.settings import EngineSettings
 from ragcache_wire.tracing import TRACEPARENT, Tracer, tracer
@@ -94,20 +98,12 @@ class _StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    report: StepReport
+    reports: tuple[StepReport, ...]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Join the reports of two workers."""
+        """Join the reports of two workers, which the scheduler merges."""
         assert isinstance(other, _WorkerMetadata)
-        mine, others = self.report, other.report
-        return _WorkerMetadata(
-            StepReport(
-                mine.outcomes + others.outcomes,
-                mine.passes + others.passes,
-                {**mine.tier_changes, **others.tier_changes},
-                mine.probes + others.probes,
-            )
-        )
+        return _WorkerMetadata(self.reports + other.reports)
 
 
 @dataclass(slots=True)
@@ -134,7 +130,10 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             str(model.dtype).removeprefix("torch."),
             self._settings.store_key_file,
             model.max_model_len,
+            vllm_config.parallel_config.tensor_parallel_size,
         )
+        check_ranks(self._space)
+        self._ranks = ONE_RANK
         self._engine = EngineContext(self._settings, self._space, _make_tracer(self._settings))
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
@@ -147,7 +146,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             records, costs, listen = RequestRecords(), ReuseCosts(), self._settings.records_listen
             self._feed = EngineFeed() if listen else None
             announcer = NodeAnnouncer(self._space, costs, self._feed) if self._feed else None
-            client = self._store_client()
+            client = self._store_client(range(self._space.num_ranks))
             self._scheduler = ConnectorScheduler(
                 self._engine, records, client, costs, announcer, self._feed
             )
@@ -157,9 +156,12 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
                     records, costs, listen, self._feed, self._settings.credentials
                 )
 
-    def _store_client(self) -> ShardedStore:
+    def _store_client(self, ranks: Sequence[int]) -> ShardedStore:
         settings = self._settings
-        return ShardedStore(settings.cachestore, settings.credentials, settings.store_key_file)
+        access = settings.credentials, settings.store_key_file
+        if self._space.num_ranks > 1:
+            return RankStore(settings.cachestore, ranks, *access)
+        return ShardedStore(settings.cachestore, *access)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Use vLLM's block pool. vLLM calls this once, in the scheduler's process."""
@@ -196,6 +198,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Use vLLM's paged cache. vLLM calls this once, before the first request."""
         layers = self._vllm_config.compilation_config.static_forward_context
+        self._ranks = Ranks(get_tp_group())
+        engine = self._engine_of_rank()
         try:
             cache = PagedCache(
                 {name: layers[name] for name in kv_caches},
@@ -208,14 +212,16 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 f"has KV that the store cannot keep: {error}",
                 "name a decoder model whose layers have KV of one shape",
             ) from error
-        check_layout(cache, self._space)
+        check_layout(cache, engine.space)
         # Connects on threads of the worker half, which run on all cores (``unpinned_pool``).
-        client = self._store_client()
+        client = self._store_client((self._ranks.rank,))
         self._cache, self._recomputer = cache, self._make_recomputer()
         blend = self._make_blend_components(cache)
+        if not self._ranks.all_agree(blend is not None):
+            blend = None
         if blend is not None and JointPass.supports(runner := current_worker().model_runner):
             self._joint_pass = JointPass(runner, blend.recomputer)
-        self._worker = ConnectorWorker(self._engine, cache, client, blend, self._joint_pass)
+        self._worker = ConnectorWorker(engine, cache, client, blend, self._joint_pass)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return the prefill profile. vLLM asks once, when the model is compiled and warm.
@@ -290,7 +296,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return the worker's report of this step."""
         report = self._worker.take_report() if self._worker is not None else None
-        return _WorkerMetadata(report) if report is not None else None
+        return _WorkerMetadata((report,)) if report is not None else None
 
     # Called in the scheduler's process.
 
@@ -374,7 +380,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, _WorkerMetadata):
-            self._scheduler.on_report(metadata.report)
+            self._scheduler.on_reports(metadata.reports)
         self._scheduler.on_released(connector_output.finished_sending or ())
 
     def reset_cache(self) -> bool:
@@ -402,11 +408,25 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._record_server.stop(None)
         self._engine.tracer.close()
 
+    def _engine_of_rank(self) -> EngineContext:
+        """Return the engine as this worker's rank has it: its heads, and its share of memory."""
+        settings, count = self._settings, self._ranks.num_ranks
+        if count > 1:
+            shares = {
+                "host_tier_bytes": settings.host_tier_bytes // count,
+                "save_queue_bytes": settings.save_queue_bytes // count,
+            }
+            settings = settings.model_copy(update=shares)
+        return replace(
+            self._engine, settings=settings, space=self._space.of_rank(), rank=self._ranks.rank
+        )
+
     def _make_recomputer(self) -> Recomputer | None:
         """Return None if the connector cannot run passes of its own. The engine then serves on."""
         block_size = self._vllm_config.cache_config.block_size
         try:
-            return Recomputer(access_model(current_worker().model_runner, block_size))
+            model = access_model(current_worker().model_runner, block_size)
+            return Recomputer(model, self._ranks)
         except Exception as error:
             log.warning(
                 "connector: only exact reuse, and no prefill profile: cannot access the model"
@@ -443,7 +463,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             compiled=str(config.compilation_config.mode),
         )
         profile = read_saved_profile(path)
-        if profile is None:
+        # Each rank takes part in the passes, so none of them measures alone.
+        if not self._ranks.all_agree(profile is not None) or profile is None:
             profile = measure_profile(
                 self._cache,
                 self._recomputer,
@@ -451,7 +472,8 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 max_length=config.model_config.max_model_len,
                 budget_s=_PROFILE_BUDGET_S,
             )
-            write_profile(path, profile)
+            if self._ranks.is_first:
+                write_profile(path, profile)
         log.info(
             "connector: prefill profile computed_tokens=%d pass_s=%.3f; after cached_tokens=%d"
             " pass_s=%.3f",

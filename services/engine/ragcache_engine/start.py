@@ -49,17 +49,22 @@ def check_memory(arguments: Sequence[str], settings: EngineSettings) -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--revision", default="")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     given, _ = parser.parse_known_args(list(arguments))
+    num_ranks = given.tensor_parallel_size
     if settings.device == "cuda":
-        memory = EngineMemory.beside_gpu(settings.host_tier_bytes)
+        memory = EngineMemory.beside_gpu(settings.host_tier_bytes, num_ranks)
     else:
         is_pinned = given.revision and not Path(given.model).is_dir()
         source = f"{given.model}@{given.revision}" if is_pinned else given.model
         weights_bytes = read_weights_bytes(source, given.dtype)
         if weights_bytes is None:
             return
-        kv_bytes = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0) * (1 << 30))
-        memory = EngineMemory(weights_bytes, kv_bytes, settings.host_tier_bytes)
+        rank_kv_gib = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0)
+        kv_bytes = num_ranks * int(rank_kv_gib * (1 << 30))
+        memory = EngineMemory(
+            weights_bytes, kv_bytes, settings.host_tier_bytes, num_ranks=num_ranks
+        )
     limits_bytes = _limits_bytes(settings)
     log.info(
         "start: memory weights_bytes=%d least_bytes=%d limits=%s",

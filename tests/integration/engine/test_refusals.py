@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 # In a process of its own, because importing vLLM is slow, logs warnings and cannot be undone.
 _RUN = """
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -40,6 +41,8 @@ def error_of(what, *args):
 def config(**changes):
     of = {
         "parallel_config.world_size_across_dp": 1,
+        "parallel_config.tensor_parallel_size": 1,
+        "parallel_config.decode_context_parallel_size": 1,
         "model_config.hf_config": SimpleNamespace(),
         "model_config.hf_overrides": {},
         "model_config.quantization": None,
@@ -87,7 +90,19 @@ cache = SimpleNamespace(shape=CacheShape(2, 16, 32, torch.bfloat16), num_layers=
 space = KVSpace("", 4, 2, 32, "bfloat16")
 print(json.dumps({
     "nothing": refused(),
-    "ranks": refused(parallel_config__world_size_across_dp=2),
+    "two ranks": refused(
+        parallel_config__world_size_across_dp=2, parallel_config__tensor_parallel_size=2
+    ),
+    "pipeline": refused(
+        parallel_config__world_size_across_dp=4, parallel_config__tensor_parallel_size=2
+    ),
+    "context": refused(
+        parallel_config__world_size_across_dp=2,
+        parallel_config__tensor_parallel_size=2,
+        parallel_config__decode_context_parallel_size=2,
+    ),
+    "heads": error_of(requirements.check_ranks, replace(space, num_ranks=3)),
+    "a head for each rank": error_of(requirements.check_ranks, replace(space, num_ranks=2)),
     "overrides": refused(model_config__hf_overrides={"rope_theta": 1}),
     "revision": refused(model_config__revision="v2"),
     "commit": refused(model_config__revision="0" * 40),
@@ -134,7 +149,11 @@ def test_an_unsupported_configuration_is_refused_with_field_and_fix() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     expected_errors = {
         "nothing": None,
-        "ranks": (ARGUMENTS, "one rank per engine"),
+        "two ranks": None,
+        "pipeline": (ARGUMENTS, "spec.engines[].tensorParallel"),
+        "context": (ARGUMENTS, "--decode-context-parallel-size"),
+        "heads": ("engines[].tensorParallel", "divides 2"),
+        "a head for each rank": None,
         "overrides": (ARGUMENTS, "config.json"),
         "revision": (ARGUMENTS, "--revision"),
         "commit": None,

@@ -153,12 +153,14 @@ class ModelSettings:
         source: A folder, or a Hugging Face name.
         dtype: Number format of the KV cache, as ``RAGCACHE_MODEL_DTYPE``.
         max_length: Most tokens of prompt and answer together.
+        num_ranks: Tensor parallel ranks of each of its engines.
     """
 
     name: str
     source: str
     dtype: ModelDtype
     max_length: int
+    num_ranks: int = 1
 
 
 _MODELS: Final = TypeAdapter(tuple[ModelSettings, ...])
@@ -300,10 +302,14 @@ class GatewaySettings(PartSettings):
         Accepts(f"a number of tokens, {MIN_MODEL_LEN} or more"),
     ] = setting(spec="spec.model.maxLength")
     """Most tokens of prompt and answer together, as vLLM's --max-model-len."""
+    model_ranks: Count = setting(
+        1, internal="The operator sets spec.engines[].tensorParallel where it is above 1."
+    )
+    """Tensor parallel ranks of each engine of the model, which are a part of the keys of its KV."""
     other_models: Annotated[
         tuple[ModelSettings, ...],
         PlainValidator(_models),
-        Accepts("a JSON list of objects with name, source, dtype and max_length"),
+        Accepts("a JSON list of objects with name, source, dtype, max_length and num_ranks"),
     ] = setting((), internal="The operator lists the models of spec.engines[].model.")
     """Further models, which other engines serve. They share documents and the retriever."""
     reuse: Literal["exact", "blend"] = setting("exact", spec="spec.reuse.mode")
@@ -421,7 +427,9 @@ class GatewaySettings(PartSettings):
     @property
     def models(self) -> tuple[ModelSettings, ...]:
         """Every model, the one of requests without a model first."""
-        first = ModelSettings(self.model_name, self.model, self.model_dtype, self.max_model_len)
+        first = ModelSettings(
+            *(self.model_name, self.model, self.model_dtype, self.max_model_len, self.model_ranks)
+        )
         return (first, *self.other_models)
 
     def limits(self) -> GatewayLimits:

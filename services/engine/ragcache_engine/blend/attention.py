@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ragcache_engine.blend.key_weighing import KeyWeighing
+from ragcache_engine.blend.ranks import PassInterrupted
 from ragcache_engine.kv_cache.host_memory import upload
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 
@@ -63,10 +64,6 @@ class AttentionObservation:
     influence: torch.Tensor
 
 
-class PassInterrupted(Exception):
-    """A pass was ended between two layers, because other work is waiting."""
-
-
 class AttentionObserver:
     """Measures attention of the worker's model. Only the worker's main thread may use it.
 
@@ -105,7 +102,9 @@ class AttentionObserver:
         with hook.attached():
             # Other requests may share these blocks, so the pass must not change a bit of them.
             self._recomputer.recompute(token_ids, blocks, [chunk], writes=False)
-        return AttentionObservation(hook.mass / self._cache.num_layers, hook.influence.sqrt())
+        ranks = self._recomputer.ranks
+        mass = ranks.mean(hook.mass / self._cache.num_layers)
+        return AttentionObservation(mass, ranks.sum(hook.influence).sqrt())
 
     def question_attention(
         self, token_ids: Sequence[int], blocks: Sequence[int], question: range
@@ -130,7 +129,7 @@ class AttentionObserver:
         hook = _QuestionHook(self._cache, blocks, question)
         with hook.attached(), suppress(PassInterrupted):
             self._recomputer.recompute(token_ids, blocks, [question])
-        return hook.scores
+        return self._recomputer.ranks.mean(hook.scores)
 
 
 class AttentionHook(ABC):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ragcache_core.blend.observation import ChunkObservation
 from ragcache_core.blend.prefix_overlap import AttendedChunk
-from ragcache_engine.blend.attention import PassInterrupted
+from ragcache_engine.blend.ranks import PassInterrupted
 from ragcache_engine.kv_cache.host_memory import HostCopy
 from ragcache_engine.protocol.messages import ObserveJob, SaveJob
 from ragcache_wire.tracing import SpanKind, Tracer, metadata
@@ -57,6 +57,9 @@ class _ObservationTask:
 class ChunkObserver:
     """Observes one chunk a step. Only the worker's main thread may use it.
 
+    With several ranks no clock and no arrival may decide about a pass, because ranks differ in
+    them. Then a pass is not interrupted, and the scheduler alone releases blocks early.
+
     Args:
         blend: Measures attention. Chunks longer than one of its passes are not observed.
         save: Saves each observation.
@@ -76,10 +79,11 @@ class ChunkObserver:
         count_arrivals: Callable[[], int] | None = None,
     ) -> None:
         self._observer = blend.observer
-        self._count_arrivals = count_arrivals
+        self._ranks = blend.recomputer.ranks
+        self._count_arrivals = count_arrivals if self._ranks.num_ranks == 1 else None
         self._max_tokens = blend.recomputer.max_tokens
         self._save = save
-        self._deadline_s = deadline_s
+        self._deadline_s = deadline_s if self._ranks.num_ranks == 1 else float("inf")
         self._clock = clock
         self._tracer = tracer or Tracer()
         self._tasks: list[_ObservationTask] = []
@@ -150,15 +154,23 @@ class ChunkObserver:
         )
         task.measured = HostCopy(attention.mass.sum(0)), HostCopy(attention.influence), began
 
+    def _has_measured(self, influence: HostCopy) -> bool:
+        """Tell whether a chunk is measured. With several ranks, wait for it in this step."""
+        if self._ranks.num_ranks > 1:
+            influence.wait()
+        return influence.is_complete
+
     def _save_measured(self, task: _ObservationTask) -> None:
         """Save the observation of a task's first chunk, if the device has measured it."""
-        if task.measured is None or not task.measured[1].is_complete:
+        if task.measured is None or not self._has_measured(task.measured[1]):
             return
         (mass, influence, began), task.measured = task.measured, None
         index = task.segments.pop(0)
         task.last_progress = now = self._clock()
         self._rested_s = max(now + (now - began) / BUSY_SHARE, self._rested_s or 0.0)
         try:
+            if not self._ranks.is_first:
+                return
             job, shares = task.job, mass.take().tolist()
             attended = tuple(
                 AttendedChunk(job.chunks[j], len(job.segments[j]), max(0.0, shares[j]))

@@ -155,7 +155,7 @@ class JointPass:
             num_tokens=len(input_ids) + len(inputs.input_ids),
             slot_mapping=inputs.slots_by_layer,
         )
-        with joined, self._recomputer.shifting(slices):
+        with self._recomputer.ranks.in_pass(), joined, self._recomputer.shifting(slices):
             output: torch.Tensor = self._forward(
                 input_ids=torch.cat([input_ids, inputs.input_ids.to(input_ids.dtype)]),
                 positions=torch.cat([positions, inputs.positions.to(positions.dtype)]),

@@ -50,6 +50,7 @@ class _RecomputationTask:
 
     Attributes:
         runs: Positions left to recompute. None: not selected yet.
+        selection_step: In which step of the queue the selection began.
         shifted_runs: Positions of the loaded chunks that are shifted.
         attention: How much the question attends to each position, once that was measured.
     """
@@ -66,11 +67,7 @@ class _RecomputationTask:
     cancelled: bool = False
     attention: HostCopy | None = None
     selection_began: float | None = None
-
-    @property
-    def is_selecting(self) -> bool:
-        """Whether the device still measures the question's attention."""
-        return self.attention is not None and self.runs is None and not self.attention.is_complete
+    selection_step: int = 0
 
     @property
     def missing(self) -> tuple[range, ...]:
@@ -118,6 +115,9 @@ class _RecomputationTask:
 class RecomputationQueue:
     """Recomputes loads in their order, several in one pass.
 
+    With several ranks, the queues of all ranks take the same passes in the same steps. A queue
+    depends on loads, on ``busy`` and on attention, which are equal on all ranks, and on no clock.
+
     Only the worker's main thread may use it.
 
     Args:
@@ -148,6 +148,7 @@ class RecomputationQueue:
         self._tracer = tracer or Tracer()
         self._joins_passes = joins_passes
         self._tasks: list[_RecomputationTask] = []
+        self._step = 0
 
     @property
     def idle(self) -> bool:
@@ -179,6 +180,7 @@ class RecomputationQueue:
         Args:
             busy: Whether other requests run in this step.
         """
+        self._step += 1
         room = self._slice_tokens if busy else self._recomputer.max_tokens
         ended = [self._end(task, "cancelled") for task in self._tasks if task.cancelled]
         while self._tasks and room > 0:
@@ -186,9 +188,20 @@ class RecomputationQueue:
             failed += self._recompute(taken)
             ended += [self._end(task, RECOMPUTE_FAILED) for task in failed]
             ended += [self._end(task, "") for task in self._tasks if self._can_resume(task, busy)]
-            if all(task.is_selecting for task in self._tasks):
+            if all(self._is_selecting(task) for task in self._tasks):
                 break
         return ended
+
+    def _is_selecting(self, task: _RecomputationTask) -> bool:
+        """Tell whether the device still measures the question's attention.
+
+        With several ranks the measurement counts as over in the next step, which waits for it.
+        """
+        if task.attention is None or task.runs is not None:
+            return False
+        if self._recomputer.ranks.num_ranks > 1:
+            return task.selection_step == self._step
+        return not task.attention.is_complete
 
     def _can_resume(self, task: _RecomputationTask, busy: bool) -> bool:
         """Tell whether vLLM's next pass of the request can recompute what is left."""
@@ -217,7 +230,7 @@ class RecomputationQueue:
             try:
                 if task.selection_began is None:
                     room -= self._begin_selection(task)
-                if task.runs is None and not task.is_selecting:
+                if task.runs is None and not self._is_selecting(task):
                     self._select(task)
                 if task.runs and room > 0 and not self._can_resume(task, busy):
                     runs, task.runs = split_first_pass(
@@ -265,7 +278,7 @@ class RecomputationQueue:
 
     def _begin_selection(self, task: _RecomputationTask) -> int:
         """Begin to measure a question's attention; return how many tokens that computes."""
-        task.selection_began = time.monotonic()
+        task.selection_began, task.selection_step = time.monotonic(), self._step
         self._write_zeros(task.job, task.missing)
         question = self._question(task.job, task.recompute)
         if question:
@@ -275,7 +288,11 @@ class RecomputationQueue:
     def _select(self, task: _RecomputationTask) -> None:
         """Select the positions to recompute, after the attention was measured."""
         recompute, job = task.recompute, task.job
-        attention = None if task.attention is None else task.attention.take().tolist()
+        attention = None
+        if task.attention is not None:
+            if self._recomputer.ranks.num_ranks > 1:
+                task.attention.wait()
+            attention = task.attention.take().tolist()
         order = rank_tokens(recompute.chunks, attention)
         # Missing positions are recomputed in any case, so they do not count against the budget.
         selected = select_tokens(

@@ -20,6 +20,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from ragcache_engine.blend.ranks import ONE_RANK, Ranks
 from ragcache_engine.kv_cache.host_memory import upload
 from ragcache_engine.kv_cache.paged_cache import cut_blocks
 from ragcache_engine.protocol.messages import PromptSlice
@@ -138,11 +139,13 @@ class Recomputer:
     buffers by number of requests, so there each token may be a run.
 
     Attributes:
+        ranks: Those that compute each pass together.
         chunk_shift: Shifts the other tokens of chunks that are recomputed in part; None: nothing
             does.
     """
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, ranks: Ranks = ONE_RANK) -> None:
+        self.ranks = ranks
         scheduler = model.vllm_config.scheduler_config
         self.max_tokens: int = scheduler.max_num_batched_tokens
         on_cpu = model.device.type == "cpu"
@@ -206,7 +209,7 @@ class Recomputer:
             num_tokens=num_tokens,
             slot_mapping=inputs.slots_by_layer,
         )
-        with context, self.shifting(slices), torch.inference_mode():
+        with self.ranks.in_pass(), context, self.shifting(slices), torch.inference_mode():
             output: torch.Tensor = self._model.forward(
                 **self._model.inputs_of(inputs.input_ids),
                 positions=inputs.positions,
@@ -230,7 +233,7 @@ class Recomputer:
             slot_mapping=inputs.slots_by_layer,
             skip_compiled=True,  # vLLM compiles in a pass of its own, later
         )
-        with context, torch.inference_mode():
+        with self.ranks.in_pass(), context, torch.inference_mode():
             self._model.forward(
                 **self._model.inputs_of(inputs.input_ids),
                 positions=torch.full_like(inputs.positions, position),

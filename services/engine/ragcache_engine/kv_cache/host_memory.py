@@ -69,6 +69,10 @@ class HostCopy:
         """Whether the tensor has arrived, so that ``take`` may be called."""
         return self._copied.is_complete
 
+    def wait(self) -> None:
+        """Block the calling thread until the tensor has arrived."""
+        self._copied.wait()
+
     def take(self) -> torch.Tensor:
         """Return the tensor, on the CPU."""
         return self._copy

@@ -15,10 +15,12 @@ class EngineContext:
 
     Attributes:
         settings: The engine's settings.
-        space: KV space of the model.
+        space: KV space of the model. In a worker of several ranks, with the heads of its rank.
         tracer: Makes the spans of requests that are part of a trace.
+        rank: The worker's rank among ``space.num_ranks``.
     """
 
     settings: EngineSettings
     space: KVSpace
     tracer: Tracer = field(default_factory=Tracer)
+    rank: int = 0

@@ -185,6 +185,9 @@ class StepJobs:
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
     observes: tuple[ObserveJob, ...] = ()
+    # With several ranks: loads of blends that have ended on all of them, with what any rank misses.
+    # All ranks recompute them from this step on, or end them as failed.
+    ended_loads: tuple[LoadOutcome, ...] = ()
     # A load that a finished request declined, to be measured in idle time.
     probe: LoadJob | None = None
     # No request runs or waits.
@@ -288,3 +291,7 @@ class StepReport:
     tier_changes: Mapping[VariantKey, TierChange | None] = field(default_factory=dict)
     # Declined loads that the worker has measured.
     probes: list[ProbeOutcome] = field(default_factory=list)
+    # The worker's rank.
+    rank: int = 0
+    # Loads of blends that have ended on this rank, which waits for ``StepJobs.ended_loads``.
+    ended_loads: list[LoadOutcome] = field(default_factory=list)

@@ -30,6 +30,7 @@ from ragcache_engine.scheduler.load_publisher import ArrivedRequest, LoadPublish
 from ragcache_engine.scheduler.load_tracker import LoadTracker
 from ragcache_engine.scheduler.lookup import LookupExecutor
 from ragcache_engine.scheduler.lookup_completion import LookupCompletion
+from ragcache_engine.scheduler.rank_reports import RankReports
 from ragcache_engine.scheduler.request import NewRequest, RequestPhase, RequestState
 from ragcache_engine.scheduler.request_intake import RequestIntake
 from ragcache_engine.scheduler.save_planner import SavePlanner, observe_job
@@ -100,17 +101,19 @@ class ConnectorScheduler:
         self._load_planner = LoadPlanner(settings, costs, self._tiers)
         self._load_tracker = LoadTracker(costs, self._tiers, self._load_planner)
         self._prober = LoadProber(costs, self._tiers, self._load_planner)
-        self._save_planner = SavePlanner(space)
+        self._save_planner = SavePlanner(space.of_rank())
+        self._rank_reports = RankReports(space.num_ranks)
         self._uses = UseReporter(client)
         self._reservation: BlockReservation | None = None
         self._arrivals = arrival_counter()
         self._requests: dict[str, RequestState] = {}
         # Of requests since the last report, by stage.
         self._prediction_ratios: dict[str, list[float]] = {}
-        self._savings = LoadCounts()
+        self._counts = LoadCounts()
         self._waiting = WaitingRequests()
         # Jobs of the next step.
         self._loads: list[LoadJob] = []
+        self._ended_loads: list[LoadOutcome] = []
         self._observes: list[ObserveJob] = []
         self._probe: LoadJob | None = None
         # The request that vLLM allocates blocks for next.
@@ -208,8 +211,10 @@ class ConnectorScheduler:
             return
         self._start_load(request_id, request, tuple(blocks))
 
-    def on_report(self, report: StepReport) -> None:
-        """Apply what the worker reports after a step."""
+    def on_reports(self, reports: Iterable[StepReport]) -> None:
+        """Apply what the workers report after a step, one for each rank that has a report."""
+        report = self._rank_reports.merge(reports)
+        self._ended_loads += report.ended_loads
         self._tiers.update(report.tier_changes)
         if self._announcer is not None:
             self._announcer.on_tier_changes(report.tier_changes)
@@ -223,6 +228,7 @@ class ConnectorScheduler:
         """Apply the outcomes of loads that have ended in the worker."""
         for outcome in outcomes:
             try:
+                self._counts.add(outcome)
                 self._on_outcome(outcome)
             except Exception:
                 log.exception("scheduler: outcome of a load lost request=%s", outcome.request_id)
@@ -295,6 +301,7 @@ class ConnectorScheduler:
     def _make_jobs(self, work: _StepWork, finished_ids: Iterable[str]) -> StepJobs:
         loads, self._loads = self._loads, []
         observes, self._observes = self._observes, []
+        ended_loads, self._ended_loads = self._ended_loads, []
         probe, self._probe = self._probe, None
         in_pass = work.num_tokens + work.recompute_tokens
         return StepJobs(
@@ -302,6 +309,7 @@ class ConnectorScheduler:
             tuple(work.saves),
             tuple(observes),
             joint_recomputes=tuple(work.joint),
+            ended_loads=tuple(ended_loads),
             probe=probe,
             is_idle=not self._requests and not work.num_tokens,
             num_arrivals=self._arrivals.count() if self._arrivals is not None else 0,
@@ -358,8 +366,8 @@ class ConnectorScheduler:
     def take_counts(self) -> LoadCounts:
         """Return what this half counted since the last call."""
         ratios, self._prediction_ratios = self._prediction_ratios, {}
-        savings, self._savings = self._savings, LoadCounts()
-        return savings + LoadCounts(
+        counts, self._counts = self._counts, LoadCounts()
+        return counts + LoadCounts(
             prediction_ratios=ratios,
             refused_plans=self._intake.take_refused(),
             uses=Counter(self._uses.take_counts()),
@@ -460,7 +468,7 @@ class ConnectorScheduler:
         num_computed = record.prompt_tokens - record.local_tokens
         predicted_s = self._costs.predict_compute_s(record.local_tokens, num_computed)
         if predicted_s is not None:
-            self._savings.add_saved(predicted_s, record.load_s + record.prefill_s)
+            self._counts.add_saved(predicted_s, record.load_s + record.prefill_s)
 
     def _report_uses(self, request: RequestState) -> None:
         """Report the uses of a request that the store has not seen."""

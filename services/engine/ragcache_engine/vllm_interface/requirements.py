@@ -42,9 +42,24 @@ def check_config(vllm_config: VllmConfig, settings: EngineSettings) -> None:
         InvalidInput: The connector does not support it.
     """
     parallel = vllm_config.parallel_config
-    if parallel.world_size_across_dp > 1:
+    if parallel.world_size_across_dp > parallel.tensor_parallel_size:
         raise InvalidInput(
-            "engines[].args", "ask for several ranks", "run one rank per engine, and more engines"
+            "engines[].args",
+            "ask for pipeline, data or prefill context parallel ranks",
+            "set spec.engines[].tensorParallel, or run more engines",
+        )
+    if parallel.decode_context_parallel_size > 1:
+        raise InvalidInput(
+            "engines[].args",
+            "set --decode-context-parallel-size, so a rank has the tokens of other ranks' heads",
+            "leave it out",
+        )
+    if parallel.tensor_parallel_size > 1 and settings.layerwise:
+        # A pass would wait for a layer on one rank, and not on another one that has lost it.
+        raise InvalidInput(
+            "RAGCACHE_LAYERWISE",
+            "is on together with several ranks",
+            "leave out one of the two",
         )
     _check_model(vllm_config)
     if vllm_config.speculative_config is not None and settings.layerwise:
@@ -65,6 +80,20 @@ def check_config(vllm_config: VllmConfig, settings: EngineSettings) -> None:
             "kv_load_failure_policy",
             f"is {transfer.kv_load_failure_policy!r}",
             "set it to recompute: the engine can compute what it cannot load",
+        )
+
+
+def check_ranks(space: KVSpace) -> None:
+    """Check that each tensor parallel rank has heads of its own.
+
+    Raises:
+        InvalidInput: vLLM would give several ranks the same heads, or ranks unlike numbers.
+    """
+    if space.num_kv_heads % space.num_ranks:
+        raise InvalidInput(
+            "engines[].tensorParallel",
+            f"is {space.num_ranks}, and the model has {space.num_kv_heads} KV heads",
+            f"choose a number that divides {space.num_kv_heads}",
         )
 
 

@@ -1,4 +1,4 @@
-"""Collect ended loads for vLLM and for the scheduler: outcomes, bad blocks and counts."""
+"""Collect ended loads for vLLM and for the scheduler: outcomes and bad blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ragcache_engine.protocol.messages import LoadJob, LoadOutcome
-from ragcache_engine.telemetry.load_counts import LoadCounts
 
 
 class LoadResults:
@@ -15,7 +14,6 @@ class LoadResults:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._outcomes: list[LoadOutcome] = []
-        self._counts = LoadCounts()
         self._bad_blocks: set[int] = set()
         self._received: set[str] = set()
 
@@ -24,12 +22,7 @@ class LoadResults:
         self._received.add(job.request_id)
         if outcome.reason:
             outcome = self._mark_failed(job, outcome)
-        self._counts.add(outcome)
         self._outcomes.append(outcome)
-
-    def add_pass(self, prompt_tokens: int) -> None:
-        """Count the prompt tokens that a forward pass computed."""
-        self._counts.add_pass(prompt_tokens)
 
     def mark_bad(self, blocks: Sequence[int], bad: range) -> int:
         """Report the blocks of positions as bad.
@@ -59,11 +52,6 @@ class LoadResults:
         """Return the outcomes since the last call."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
-
-    def take_counts(self) -> LoadCounts:
-        """Return the counts since the last call."""
-        counts, self._counts = self._counts, LoadCounts()
-        return counts
 
     def _mark_failed(self, job: LoadJob, outcome: LoadOutcome) -> LoadOutcome:
         """Report what a failed load did not load as bad blocks; return the corrected outcome.

@@ -78,6 +78,7 @@ class ConnectorWorker:
         joint_pass: JointPass | None = None,
     ) -> None:
         settings, space = engine.settings, engine.space
+        self._rank, self._num_ranks = engine.rank, space.num_ranks
         rotation = blend.rotation if blend else None
         self._cache = cache
         self._client = client
@@ -119,7 +120,12 @@ class ConnectorWorker:
         self._num_arrivals = 0
         self._no_requests = False
         self._jobs: dict[str, LoadJob] = {}
+        # Ended loads of blends that wait for the other ranks, and those not yet reported of them.
+        self._waiting: dict[str, LoadOutcome] = {}
+        self._ended_loads: list[LoadOutcome] = []
+        self._finished: frozenset[str] = frozenset()
         self._results = LoadResults(cache.shape.block_size)
+        self._counts = LoadCounts()
         # How many jobs need the kept blocks of a finished request.
         self._holds: Counter[str] = Counter()
         self._released: set[str] = set()
@@ -155,6 +161,10 @@ class ConnectorWorker:
 
     def start_loads(self, jobs: StepJobs) -> None:
         """Start the step's loads and observations. ``advance`` writes the loaded values."""
+        for of_all in jobs.ended_loads:
+            own = self._waiting.pop(of_all.request_id, None)
+            if own is not None:  # it has not been cancelled meanwhile
+                self._recompute(self._jobs[own.request_id], _with_missing(own, of_all))
         starting = []
         for job in jobs.loads:
             self._jobs[job.request_id] = job
@@ -201,7 +211,7 @@ class ConnectorWorker:
         # vLLM recomputes a pass that lacked a layer or a recomputation, so its KV is not saved.
         succeeded = not failed and not incomplete and not not_recomputed
         if succeeded:
-            self._results.add_pass(jobs.prompt_tokens)
+            self._counts.add_pass(jobs.prompt_tokens)
         self._exporter.end_pass(jobs.saves if succeeded else ())
 
     def advance(self, finished: Iterable[str], *, busy: bool) -> None:
@@ -211,7 +221,10 @@ class ConnectorWorker:
             finished: Requests that ended, whose loads are cancelled.
             busy: Whether requests ran in this step.
         """
-        for request_id in finished:
+        self._finished = frozenset(finished)
+        for request_id in self._finished:
+            if (own := self._waiting.pop(request_id, None)) is not None:
+                self._end(self._jobs[request_id], replace(own, reason="cancelled"))
             self._loader.cancel(request_id)
             if self._recomputation is not None:
                 self._recomputation.cancel(request_id)
@@ -226,9 +239,14 @@ class ConnectorWorker:
             for job, outcome in self._recomputation.advance(busy=busy):
                 self._end(job, outcome)
         if self._chunk_observer is not None:
+            # A pass begins on all ranks or on none, and loads end at other times on each of them.
+            # So several ranks observe only where no request is left.
+            is_one = self._num_ranks == 1
             self._release(
                 self._chunk_observer.advance(
-                    idle=idle, num_arrivals=self._num_arrivals, beside_work=not recomputes
+                    idle=idle if is_one else not busy and self._no_requests,
+                    num_arrivals=self._num_arrivals,
+                    beside_work=is_one and not recomputes,
                 )
             )
         self._probe.advance(idle=idle, wanted=busy or not self._no_requests or self._has_arrival())
@@ -253,18 +271,24 @@ class ConnectorWorker:
         """Return what ended since the last call, for the scheduler; None: nothing did."""
         # The outcomes come last: if a device event fails, they stay for the next report.
         passes, changes = self._timer.take_passes(), self._tiers.take_changes()
-        report = StepReport(
-            self._results.take_outcomes(), passes, changes, self._probe.take_outcomes()
-        )
-        has_any = report.outcomes or report.passes or report.tier_changes or report.probes
-        return report if has_any else None
+        ended, self._ended_loads = self._ended_loads, []
+        probes = self._probe.take_outcomes()
+        outcomes = self._results.take_outcomes()
+        if not (outcomes or passes or changes or probes or ended):
+            return None
+        return StepReport(outcomes, passes, changes, probes, self._rank, ended)
 
     def take_counts(self) -> LoadCounts:
-        """Return the counts since the last call, for metrics."""
-        counts = self._results.take_counts()
-        counts.add_tiers(self._tiers.take_counts())
+        """Return the counts since the last call, for metrics. Rank 0 speaks for all ranks.
+
+        They compute the same passes, and their tiers have parts of the same variants.
+        """
+        counts, self._counts = self._counts, LoadCounts()
+        tiers = self._tiers.take_counts()
+        held_bytes = {name: self._num_ranks * size for name, size in tiers.held_bytes.items()}
+        counts.add_tiers(replace(tiers, held_bytes=held_bytes))
         counts.uses.update(self._uses.take_counts())
-        return counts
+        return LoadCounts() if self._rank else counts
 
     def close(self) -> None:
         """Abort all work in progress."""
@@ -301,7 +325,18 @@ class ConnectorWorker:
             and self._layerwise.write_deferred((job.request_id,))
         ):
             outcome = replace(outcome, tokens=0)
-        if job.recompute is None or self._recomputation is None or outcome.reason:
+        if job.recompute is None or self._recomputation is None:
+            self._end(job, outcome)
+        elif self._num_ranks == 1 or job.request_id in self._finished:
+            self._recompute(job, outcome)
+        else:
+            # Another rank may miss what this one has, so the scheduler waits for all of them.
+            self._waiting[job.request_id] = outcome
+            self._ended_loads.append(outcome)
+
+    def _recompute(self, job: LoadJob, outcome: LoadOutcome) -> None:
+        """Queue an ended load of a blend for recomputation, unless it has failed."""
+        if self._recomputation is None or outcome.reason:
             self._end(job, outcome)
             return
         try:
@@ -324,6 +359,16 @@ class ConnectorWorker:
 def _failed(job: LoadJob, reason: str) -> LoadOutcome:
     """Return the outcome of a load that could not start."""
     return LoadOutcome(job.request_id, 0, 0, 0.0, None, reason)
+
+
+def _with_missing(own: LoadOutcome, of_all: LoadOutcome) -> LoadOutcome:
+    """Return a rank's outcome with what any rank misses. Its bytes and seconds stay its own."""
+    return replace(
+        own,
+        missing_variant=of_all.missing_variant,
+        missing_ranges=of_all.missing_ranges,
+        reason=of_all.reason,
+    )
 
 
 def _warm_up_steps(

@@ -52,6 +52,6 @@ def _load(settings: GatewaySettings, number: int) -> ModelRuntime:
             f"has {model.name!r}, which cannot hold documents: {error.problem}",
             "name a model whose chat template takes a system message",
         ) from error
-    space = folder.space(model.dtype, settings.store_key_file, model.max_length)
+    space = folder.space(model.dtype, settings.store_key_file, model.max_length, model.num_ranks)
     served = ServedModel(model.name, model.max_length, space)
     return ModelRuntime(number, served, prompts)

@@ -227,7 +227,7 @@ def test_the_doctor_compares_the_gpus_of_nodes_with_the_object() -> None:
     nodes = [{"status": {"allocatable": {gpu: "1"}}}, {"status": {"allocatable": {gpu: "1"}}}]
     few, none = doctor.node_gpus(RagCacheSpec(engines=engines), nodes)
     assert (few.what, few.found) == (gpu, "the nodes have 2, and the object asks for 3")
-    assert few.fix == "add nodes, or lower replicas"
+    assert few.fix == "add nodes, or lower replicas or tensorParallel"
     assert none.found == "the nodes have 0, and the object asks for 1"
     assert "device plugin" in none.fix
     [enough] = doctor.node_gpus(RagCacheSpec(engines=engines[:1]), nodes)

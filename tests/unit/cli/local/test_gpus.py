@@ -84,6 +84,25 @@ def test_each_group_needs_a_gpu_of_its_own() -> None:
         check_gpus(spec, 1, "2.13.0")
 
 
+def test_each_rank_needs_a_gpu_of_its_own() -> None:
+    [ranked] = engines("cuda")
+    spec = make_cache(model={"source": "hf:a/b"}, engines=[ranked | {"tensorParallel": 3}]).spec
+    check_gpus(spec, 3, "2.13.0")
+    with pytest.raises(InvalidInput, match=r"engines\[0\].tensorParallel.*this machine has 2"):
+        check_gpus(spec, 2, "2.13.0")
+
+
+def test_an_engine_sees_the_gpus_of_all_its_ranks(tmp_path: Path) -> None:
+    ranked, other = engines("cuda", "cuda")
+    model = {"source": f"path:{_model(tmp_path)}"}
+    other |= {"model": {**model, "name": "other"}}
+    cache = make_cache(model=model, engines=[ranked | {"tensorParallel": 2}, other])
+    children = build_children(cache, LocalPlacement(tmp_path / "data", 8123, count(20_000)))
+    found = components_from(children, cache.metadata.name, ["3", "5", "7"])
+    devices = [part.env.get("CUDA_VISIBLE_DEVICES") for part in found if part.kind == "engine"]
+    assert devices == ["3,5", "7"]
+
+
 def test_a_retriever_on_a_gpu_has_its_own() -> None:
     spec = make_cache(engines=engines("cuda"), retriever={"gpu": {}}).spec
     check_gpus(spec, 2, "2.13.0")

@@ -444,7 +444,7 @@ def test_requests_in_flight_survive_when_blending_is_disabled(warm: BlendHarness
 def teach(engine: BlendHarness, *, select_s: float = 1e-5) -> None:
     """Let the engine learn that a token takes 1 ms to compute, and select_s in a selection."""
     for tokens in (100, 200, 300, 400, 500):
-        engine.scheduler.on_report(StepReport(passes=[MeasuredPass(tokens, 1e-3 * tokens)]))
+        engine.scheduler.on_reports([StepReport(passes=[MeasuredPass(tokens, 1e-3 * tokens)])])
         engine.costs.observe_load({Tier.MEMORY: value_bytes(SPACE, tokens)}, 1e-5 * tokens)
         engine.costs.observe_selection(tokens, select_s * tokens)
 

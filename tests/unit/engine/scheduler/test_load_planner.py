@@ -95,21 +95,20 @@ def test_values_in_a_local_tier_do_not_update_the_stores_prediction(warm: Schedu
     loaded = sum(held.info.num_bytes for held in warm.store.stored.values())
     teach(warm, Tier.MEMORY, 0.1)
     before = warm.costs.tier_bandwidths()
-    warm.scheduler.on_report(
-        StepReport(tier_changes=dict.fromkeys(warm.store.stored, TierChange("host", exact=True)))
-    )
+    changes = dict.fromkeys(warm.store.stored, TierChange("host", exact=True))
+    warm.scheduler.on_reports([StepReport(tier_changes=changes)])
     for number in range(20):
         load(warm, f"here-{number}", 1e-3, host=loaded)
     assert warm.costs.tier_bandwidths()["host"][1] == pytest.approx(loaded / 1e-3)
     assert warm.costs.tier_bandwidths()[Tier.MEMORY] == before[Tier.MEMORY]
-    warm.scheduler.on_report(StepReport(tier_changes=dict.fromkeys(warm.store.stored)))
+    warm.scheduler.on_reports([StepReport(tier_changes=dict.fromkeys(warm.store.stored))])
     warm.arrive("gone")
     assert warm.scheduler.loadable_tokens("gone", 0) == 0
 
 
 def test_a_load_from_two_tiers_updates_both_predictions(warm: SchedulerHarness) -> None:
     first, *others = warm.store.stored
-    warm.scheduler.on_report(StepReport(tier_changes={first: TierChange("host", exact=True)}))
+    warm.scheduler.on_reports([StepReport(tier_changes={first: TierChange("host", exact=True)})])
     here = value_bytes(SPACE, warm.store.stored[first].info.num_tokens)
     there = sum(warm.store.stored[key].info.num_bytes for key in others)
     for number in range(5):
@@ -129,5 +128,5 @@ def test_passes_update_the_prediction_of_computing(engine: SchedulerHarness) -> 
     decoding = engine.scheduler.step([("b", 30, 1), ("c", 50, 1), ("d", 0, 40)], lambda _: BLOCKS)
     assert (decoding.prompt_tokens, decoding.num_tokens) == (40, 42)
     for _ in range(300):
-        engine.scheduler.on_report(StepReport(passes=[MeasuredPass(jobs.work, 3 * jobs.work)]))
+        engine.scheduler.on_reports([StepReport(passes=[MeasuredPass(jobs.work, 3 * jobs.work)])])
     assert engine.costs.predict_compute_s(0, 500) == pytest.approx(1.5, rel=0.05)

@@ -60,7 +60,7 @@ def probed(engine: BlendHarness, probe: LoadJob, seconds: float, **given: object
     sizes = {"store": value_bytes(SPACE, tokens)}
     outcome = replace(outcome, **{"bytes_by_tier": sizes, **given})  # type: ignore[arg-type]
     variants = tuple(span.variant for span in probe.spans)
-    engine.scheduler.on_report(StepReport(probes=[ProbeOutcome(outcome, variants)]))
+    engine.scheduler.on_reports([StepReport(probes=[ProbeOutcome(outcome, variants)])])
     engine.scheduler.on_released([probe.request_id])
 
 
@@ -158,6 +158,6 @@ def test_a_part_of_a_load_updates_only_the_tiers_of_this_part(engine: BlendHarne
     sizes = {"store": value_bytes(SPACE, num_tokens)}
     outcome = LoadOutcome("r", num_tokens, 9, 1e-4, None, "", bytes_by_tier=sizes)
     variants = tuple(span.variant for span in probe.spans[:-1])
-    engine.scheduler.on_report(StepReport(probes=[ProbeOutcome(outcome, variants)]))
+    engine.scheduler.on_reports([StepReport(probes=[ProbeOutcome(outcome, variants)])])
     assert engine.costs.tier_bandwidths()[Tier.DISK] == before
     assert engine.costs.tier_bandwidths()[Tier.MEMORY] != before

@@ -118,9 +118,7 @@ def test_a_loaded_value_is_loaded_again_while_the_store_is_silent(pool: str) -> 
         assert torch.equal(read, tensors[span.variant])
     # So that they stay hot in the store.
     wait_until(lambda: worker.store.reported == [ReportedUses(span.variant) for span in wanted])
-    counts = worker.connector.take_counts()
-    assert counts.values_by_tier == {"store": 3, pool: 3}
-    assert set(counts.held_bytes) == {pool}
+    assert set(worker.connector.take_counts().held_bytes) == {pool}
     tiers_of(worker).check()
     worker.store.get_gate.set()
     worker.connector.close()

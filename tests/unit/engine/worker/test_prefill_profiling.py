@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.cost.prefill_profile import PrefillProfile
+from ragcache_engine.blend.ranks import ONE_RANK
 from ragcache_engine.worker.prefill_profiling import (
     measure_profile,
     profile_path,
@@ -27,7 +28,7 @@ class SimulatedMachine:
     """Runs passes of a given duration, on a clock of its own."""
 
     def __init__(self, max_tokens: int, token_s: float) -> None:
-        self.max_tokens, self._token_s = max_tokens, token_s
+        self.max_tokens, self._token_s, self.ranks = max_tokens, token_s, ONE_RANK
         self.now_s = 0.0
         self.passes: list[range] = []
         self.blocks: set[int] = set()

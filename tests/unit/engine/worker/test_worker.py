@@ -23,6 +23,7 @@ from ragcache_core.identity.variant import (
     Tier,
     VariantInfo,
 )
+from ragcache_engine.blend.ranks import ONE_RANK
 from ragcache_engine.kv_cache.value_tensors import decode, native_bytes, value_shape
 from ragcache_engine.protocol.messages import (
     LoadJob,
@@ -87,7 +88,7 @@ class NoCompiler:
 
 
 def test_a_failed_warm_up_is_logged_and_loads_still_work(caplog: pytest.LogCaptureFixture) -> None:
-    unused = SimpleNamespace(max_tokens=64, chunk_shift=None)
+    unused = SimpleNamespace(max_tokens=64, chunk_shift=None, ranks=ONE_RANK)
     blend = SimpleNamespace(rotation=NoCompiler(), recomputer=unused, observer=unused)
     worker = WorkerHarness(blend=cast("BlendComponents", blend))
     worker.connector.wait_until_warm()

@@ -65,3 +65,26 @@ def test_a_rollout_needs_no_further_gpu(replicas: int) -> None:
 def test_the_image_is_the_one_with_cuda() -> None:
     assert "/engine-cuda:" in container_of(engine(), "engine-main")["image"]
     assert "/engine:" in container_of(build(), "engine-main")["image"]
+
+
+def test_each_rank_takes_a_gpu_and_its_share_of_memory() -> None:
+    children = engine(tensorParallel=4, kvMemory="80Gi", gpu={"resource": "nvidia.com/gpu"})
+    resources = container_of(children, "engine-main")["resources"]
+    assert resources["limits"]["nvidia.com/gpu"] == "4"
+    assert parse_quantity(resources["requests"]["memory"]) == (8 + 3 * 3) * GIB
+    assert option(children, "--tensor-parallel-size") == "4"
+    assert option(children, "--kv-cache-memory-bytes") == str(20 * GIB)
+    [memory] = [one for one in pod_of(children, "engine-main")["volumes"] if one["name"] == "shm"]
+    assert memory["emptyDir"]["sizeLimit"] == "2Gi"
+    assert env_of(children, "gateway")["RAGCACHE_MODEL_RANKS"] == "4"
+    assert option(engine(), "--tensor-parallel-size") is None
+
+
+def test_ranks_on_a_processor_share_its_cores_and_memory() -> None:
+    children = build(
+        model={"source": "bundled:tinyrag"},
+        engines=[{"name": "main", "tensorParallel": 2, "resources": {"cpuLimit": "6"}}],
+    )
+    env = env_of(children, "engine-main")
+    assert (env["VLLM_CPU_OMP_THREADS_BIND"], env["OMP_NUM_THREADS"]) == ("nobind", "3")
+    assert env["VLLM_CPU_KVCACHE_SPACE"] == "1"

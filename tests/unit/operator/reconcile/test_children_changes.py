@@ -168,6 +168,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "engines.model.cache.claim": ("two", ENGINE, ""),
     "engines.replicas": (2, "", f"{ENGINE} {ENGINE_SCALER}"),
     "engines.device": ("cpu", ENGINE, ""),
+    "engines.tensorParallel": (3, f"{ENGINE} {GATEWAY}", ""),
     "engines.gpu.resource": ("nvidia.com/mig-3g.40gb", ENGINE, ""),
     "engines.gpu.memoryShare": (0.8, ENGINE, ""),
     "engines.gpu.sharedMemory": ("4Gi", ENGINE, ""),
@@ -285,7 +286,7 @@ def base_of(path: str) -> Object:
         spec["trustedCA"] = {"configMap": "one"}
     if path == "proxy.noProxy":
         spec["proxy"] = {"https": "http://one.example.com:3128"}
-    if path.startswith(("engines.device", "engines.gpu")):
+    if path.startswith(("engines.device", "engines.gpu", "engines.tensorParallel")):
         spec["engines"][0]["device"] = "cuda"
     if path.startswith("retriever.gpu"):
         spec["retriever"] = {"gpu": {}}

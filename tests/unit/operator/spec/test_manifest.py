@@ -27,7 +27,7 @@ def test_an_empty_spec_is_a_whole_platform() -> None:
     assert spec.model.served_name == "smollm2"
     assert spec.gateway.port == 8080
     assert [engine.name for engine in spec.engines] == ["main"]
-    assert spec.engines[0].kv_memory_gib == 2
+    assert spec.engines[0].rank_kv_gib == 2
     assert spec.cache_store.memory_bytes == 1 << 30
     assert (spec.reuse.mode, spec.reuse.max_recompute_share) == ("exact", 0.2)
 
