@@ -159,7 +159,12 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _store_client(self) -> ShardedStore:
         settings = self._settings
-        return ShardedStore(settings.cachestore, settings.credentials, settings.store_key_file)
+        return ShardedStore(
+            settings.cachestore,
+            settings.credentials,
+            settings.store_key_file,
+            settings.precision.encodings,
+        )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Use vLLM's block pool. vLLM calls this once, in the scheduler's process."""

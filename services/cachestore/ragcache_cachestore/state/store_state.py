@@ -156,6 +156,8 @@ class StoreState:
         self.quarantined: list[tuple[float, TierCopy]] = []
         self.copies: dict[VariantKey, tuple[str, ...]] = {}
         self.served: dict[VariantKey, int] = {}
+        # When a reader that may use lossy values looked for any. None: never.
+        self.lossy_lookup_at: float | None = None
 
     def tier(self, tier: Tier) -> TierSpace:
         """Return the space of a tier."""
@@ -513,6 +515,7 @@ class StoreState:
             value_format=old.value_format,
             delete_sequence=old.delete_sequence,
             put_at=old.put_at,
+            tag=old.tag,
             wants_higher_precision=old.wants_higher_precision,
         )
         self.next_identity += 1
