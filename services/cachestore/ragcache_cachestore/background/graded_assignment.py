@@ -121,4 +121,5 @@ def measure(
 
 def _squares(numbers: Floats) -> NDArray[np.float64]:
     """Return the sums of squares of keys and of values."""
-    return np.square(numbers.astype(np.float64)).reshape(2, -1).sum(axis=1)
+    halves = numbers.astype(np.float64).reshape(2, -1)
+    return np.array([np.dot(half, half) for half in halves])
