@@ -43,6 +43,7 @@ class Prompt:
         chunk_digests: ``token_digest`` of each chunk. Empty: they are computed for a plan.
         comes_once: Whether no other prompt is expected to have the part of the head that varies.
         own_head: Whether the head has text of the caller, and not of the platform alone.
+        own_chunks: Whether the chunks are texts of the caller, and not of ingested documents.
     """
 
     token_ids: PackedIds
@@ -52,6 +53,7 @@ class Prompt:
     chunk_digests: tuple[bytes, ...] = field(default=(), compare=False)
     comes_once: bool = field(default=False, compare=False)
     own_head: bool = field(default=True, compare=False)
+    own_chunks: bool = field(default=False, compare=False)
 
     @property
     def head_ends(self) -> tuple[int, ...]:
@@ -105,8 +107,8 @@ def plan_exact(
         domain,
         segments,
         planned_at_ms,
-        num_head=len(prompt.head_ends),
-        own_head=prompt.own_head,
+        num_head=len(segments) if prompt.own_chunks else len(prompt.head_ends),
+        own_head=prompt.own_head or prompt.own_chunks,
     )
 
 

@@ -28,7 +28,7 @@ from ragcache_operator.kube.resources import Object, Resource, resource_of
 FIELD_MANAGER = "ragcache-operator"
 _COMPONENT = "kubernetes"
 _TIMEOUT_S = 30.0
-_CLOSE_TIMEOUT_S = 2.0
+_CLOSE_POLLS = 2000
 _CLOSE_POLL_S = 0.001
 _GONE = 410
 _NOT_FOUND = 404
@@ -86,7 +86,9 @@ class Api:
     def __init__(self, client: ApiClient) -> None:
         self._client = client
         self._sockets: WeakSet[socket.socket] = WeakSet()
-        client.rest_client.pool_manager.connector._socket_factory = self._open_socket
+        connector = client.rest_client.pool_manager.connector
+        assert isinstance(connector, aiohttp.TCPConnector)
+        connector._socket_factory = self._open_socket  # ApiClient takes no connector of ours
 
     @classmethod
     async def connect(cls, kubeconfig: Path | None = None, context: str | None = None) -> Api:
@@ -126,15 +128,15 @@ class Api:
     async def close(self) -> None:
         """Close every connection and end the watches."""
         await self._client.close()
-        # asyncio forgets a connection whose TLS handshake is cancelled before it begins. The end
-        # of its stream closes it.
+        # A cancelled request ends its connection by a TLS shutdown, which waits for the server,
+        # possibly longer than the event loop runs. The end of the stream closes it now.
         for opened in self._sockets:
             with contextlib.suppress(OSError):
                 opened.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                while any(opened.fileno() >= 0 for opened in self._sockets):
-                    await asyncio.sleep(_CLOSE_POLL_S)
+        for _ in range(_CLOSE_POLLS):
+            if all(opened.fileno() < 0 for opened in self._sockets):
+                break
+            await asyncio.sleep(_CLOSE_POLL_S)
 
     def _open_socket(self, address: AddrInfoType) -> socket.socket:
         family, kind, protocol, *_ = address

@@ -54,6 +54,10 @@ def inside(worker: Any, token_ids: Sequence[int]) -> dict[str, Any]:
     recomputer.recompute(token_ids, table(1), [range(count)])
     found["whole_equals_prefill"] = bool(torch.equal(kv(table(1)), prefilled))
 
+    embedding = Recomputer(replace(model, embed=runner.model.embed_input_ids))
+    embedding.recompute(token_ids, table(2), [range(count)])
+    found["embedded_equals_prefill"] = bool(torch.equal(kv(table(2)), prefilled))
+
     for start, stop in ((0, 100), (100, 356), (356, 357), (357, count)):
         recomputer.recompute(token_ids, table(2), [range(start, stop)])
     found["slices_error"] = error(kv(table(2)), prefilled)

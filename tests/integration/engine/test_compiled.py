@@ -31,9 +31,15 @@ def register():
 """
 
 
-@pytest.fixture(scope="module")
-def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Blends]:
-    """Such an engine, which has filled its store itself."""
+@pytest.fixture(scope="module", params=["--no-enable-prompt-embeds", "--enable-prompt-embeds"])
+def blends(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Blends]:
+    """Such an engine, which has filled its store itself.
+
+    With prompt embeds, vLLM compiles the model for embeddings in place of token ids, as it does
+    with models that read images.
+    """
     folder = tmp_path_factory.mktemp("compiled")
     space = load_model_folder(str(tiny_model)).space("auto")
     settings = {
@@ -45,7 +51,7 @@ def blends(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with running_cachestore(folder / "store") as store:
         arguments = (
             *(folder, tiny_model, store.address, "--no-enforce-eager"),
-            *("--block-size", str(BLOCK), "--max-num-batched-tokens", "384"),
+            *("--block-size", str(BLOCK), "--max-num-batched-tokens", "384", request.param),
         )
         with running_engine(*arguments, settings=settings) as engine:
             blends = Blends(folder, tiny_model, store, engine, space)

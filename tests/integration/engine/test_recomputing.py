@@ -53,6 +53,10 @@ def test_recomputing_a_whole_prompt_gives_the_bits_of_a_prefill(found: dict[str,
     assert found["whole_equals_prefill"]
 
 
+def test_a_model_that_takes_embeddings_gets_those_of_the_tokens(found: dict[str, Any]) -> None:
+    assert found["embedded_equals_prefill"]
+
+
 def test_recomputing_in_pieces_gives_the_bits_of_a_prefill_in_pieces(
     found: dict[str, Any], found_in_float32: dict[str, Any]
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import subprocess
 import sys
 import threading
 import time
@@ -34,7 +36,8 @@ from tests.kit.wait import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
-LLAMA_INDEX = Path(__file__).resolve().parents[3] / ".venv-llama-index" / "bin" / "python"
+ROOT = Path(__file__).resolve().parents[3]
+LLAMA_INDEX = ROOT / ".venv-llama-index" / "bin" / "python"
 """A Python of its own: LlamaIndex needs an older openai package than vLLM. See docs/api.md."""
 
 ASK: Any = [{"role": "user", "content": "Where does billing run?"}]
@@ -355,6 +358,23 @@ def test_langchain_calls_tools_and_gets_structured_output(platform: Platform) ->
         assert isinstance(location, Location)
         answer = chain.bind_tools([TOOL], tool_choice="look", strict=True).invoke("Where?")
         assert answer.tool_calls[0]["args"]["at"] in NAMES
+
+
+def test_a_langchain_retriever_of_the_client_has_its_kv_reused(platform: Platform) -> None:
+    """The same documents in the same or another order: loaded, or found in vLLM's cache."""
+    questions = ["Where does billing run?", "Where does billing run?", "And search?"]
+    command = [sys.executable, "examples/clients/langchain_retriever.py", platform.url, "model"]
+    done = subprocess.run(
+        [*command, *questions], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    found = [
+        re.match(r"(\d+) prompt tokens, (\d+) reused", one) for one in done.stdout.splitlines()
+    ]
+    sizes = [(int(one[1]), int(one[2])) for one in found if one]
+    assert len(sizes) == len(questions)
+    # All but the question, and what fills no whole block of vLLM's cache.
+    assert [reused > 0.6 * tokens for tokens, reused in sizes] == [False, True, True], sizes
 
 
 LLAMA_INDEX_PROGRAM = """

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from ragcache_engine.kv_cache.host_memory import upload
@@ -42,6 +43,9 @@ class LoadedModel:
         block_size: Tokens per block of vLLM's block tables.
         kernel_block_size: Tokens per block that the backend's kernel reads.
         device: The model's device.
+        embed: Returns the embeddings of int32 token ids, in a model that the runner calls with
+            embeddings; None: it is called with token ids. A compiled model takes one of the two.
+        reads_tokens: Whether a model that is called with embeddings reads the token ids too.
     """
 
     forward: Callable[..., Any]
@@ -51,6 +55,15 @@ class LoadedModel:
     block_size: int
     kernel_block_size: int
     device: torch.device
+    embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+    reads_tokens: bool = False
+
+    def inputs_of(self, token_ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """Return token ids as the arguments of ``forward`` that the runner gives it."""
+        if self.embed is None:
+            return {"input_ids": token_ids, "inputs_embeds": None}
+        kept = token_ids if self.reads_tokens else None
+        return {"input_ids": kept, "inputs_embeds": self.embed(token_ids)}
 
     def kernel_table(self, blocks: Sequence[int]) -> torch.Tensor:
         """Return a block table as the backend reads it; int32, one entry per kernel block."""
@@ -81,14 +94,18 @@ def access_model(runner: Any, block_size: int) -> LoadedModel:
     builder = group.backend.get_builder_cls()(
         kernel_spec, group.layer_names, runner.vllm_config, runner.device
     )
+    model = runner.model
+    takes_embeddings = runner.supports_mm_inputs or runner.model_config.enable_prompt_embeds
     return LoadedModel(
-        forward=runner.model,
+        forward=model,
         vllm_config=runner.vllm_config,
         metadata_builder=builder,
         layer_names=tuple(group.layer_names),
         block_size=block_size,
         kernel_block_size=kernel_block_size,
         device=runner.device,
+        embed=model.embed_input_ids if takes_embeddings else None,
+        reads_tokens=requires_raw_input_tokens(model),
     )
 
 
@@ -191,10 +208,9 @@ class Recomputer:
         )
         with context, self.shifting(slices), torch.inference_mode():
             output: torch.Tensor = self._model.forward(
-                input_ids=inputs.input_ids,
+                **self._model.inputs_of(inputs.input_ids),
                 positions=inputs.positions,
                 intermediate_tensors=None,
-                inputs_embeds=None,
             )
         return output
 
@@ -216,10 +232,9 @@ class Recomputer:
         )
         with context, torch.inference_mode():
             self._model.forward(
-                input_ids=inputs.input_ids,
+                **self._model.inputs_of(inputs.input_ids),
                 positions=torch.full_like(inputs.positions, position),
                 intermediate_tensors=None,
-                inputs_embeds=None,
             )
 
     def pass_inputs(

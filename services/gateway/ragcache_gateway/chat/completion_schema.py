@@ -75,6 +75,8 @@ class CompletionRequest(EndpointRequest):
             raise InvalidInput("ragcache.layout", "is for chats and responses", "leave it out")
         if self.ragcache.cite:
             raise InvalidInput("ragcache.cite", "is for chats and responses", "leave it out")
+        if self.ragcache.passages is not None:
+            raise InvalidInput("ragcache.passages", "is for chats and responses", "ask a chat")
         if not self.retrieves():
             return self
         if not isinstance(self.prompt, str):

@@ -13,6 +13,7 @@ from ragcache_core.access.json_bounds import MAX_VALUES
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.variant import Precision
 from ragcache_core.quality.report import Verdict
+from ragcache_gateway.chat.client_passages import MAX_PASSAGES, ClientPassage
 from ragcache_gateway.chat.content import MessageText, media_warnings, read_content
 from ragcache_gateway.documents.search_schema import PAGE_END_HELP, PAGE_HELP, SearchOptions
 from ragcache_gateway.engines.completion import CONTROL_FIELDS, Usage
@@ -200,6 +201,12 @@ class RagCacheOptions(SearchOptions):
         description="Whether to answer from documents. Default: true for chats and responses; for "
         "completions, true if this object is given.",
     )
+    passages: Annotated[list[ClientPassage], Field(max_length=MAX_PASSAGES)] | None = Field(
+        default=None,
+        description="What the client has retrieved itself, best first: the answer comes from these "
+        "texts, and nothing is searched. Their KV is stored and reused as that of documents. The "
+        "options of a search have no effect beside it and are refused.",
+    )
     rewrite: Literal["off", "rules", "model"] | None = Field(
         default=None,
         description="How the search query is made from a conversation. off: the user's last "
@@ -322,8 +329,22 @@ class RagCacheOptions(SearchOptions):
                 "ragcache.precision", f"is wrong: {error}", "name codecs, like int8"
             ) from error
 
+    @model_validator(mode="after")
+    def _check_passages(self) -> Self:
+        if self.passages is not None:
+            searching = {*SearchOptions.model_fields, "retrieve", "rewrite", "max_searches"}
+            for name in sorted(searching & self.model_fields_set):
+                raise InvalidInput(
+                    f"ragcache.{name}",
+                    "is for searches, and ragcache.passages replaces the search",
+                    "leave out one of the two",
+                )
+        return self
+
     def retrieves(self, *, default: bool) -> bool:
-        """Whether the answer comes from documents."""
+        """Whether documents are searched."""
+        if self.passages is not None:
+            return False
         return default if self.retrieve is None else self.retrieve
 
     def lower_deadline(self, deadline_ms: int | None) -> None:
@@ -447,7 +468,7 @@ class ChatRequest(EndpointRequest):
         return self
 
     def retrieves(self) -> bool:
-        """Whether the answer comes from documents. Without a user's message there is no query."""
+        """Whether documents are searched. Without a user's message there is no query."""
         return self.ragcache.retrieves(default=any(one.role == "user" for one in self.messages))
 
     def answer_tokens(self) -> int | None:
@@ -457,7 +478,8 @@ class ChatRequest(EndpointRequest):
     def warnings(self) -> list[str]:
         """Say what the prompt lacks of the request."""
         found = media_warnings(kind for one in self.messages for kind in one.body.left_out)
-        if not self.retrieves() and self.ragcache.retrieve is None:
+        options = self.ragcache
+        if not self.retrieves() and options.retrieve is None and options.passages is None:
             found.append("messages: none is of the user, so no documents were searched")
         return found
 
@@ -479,7 +501,10 @@ class Citation(BaseModel):
 
     document_id: str
     title: str
-    chunk: str = Field(description="Id of the chunk: document id, '#', position in the document.")
+    chunk: str = Field(
+        description="Id of the chunk: document id, '#', position in the document; for a passage of "
+        "the client, a hash of its text."
+    )
     heading_path: list[str]
     page: int | None = Field(description=PAGE_HELP)
     page_end: int | None = Field(description=PAGE_END_HELP)

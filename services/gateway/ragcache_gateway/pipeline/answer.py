@@ -191,6 +191,8 @@ async def generate(
 def _note_sources(planned: PlannedQuestion, cited: Iterable[Passage]) -> None:
     """Tell the audit log which documents an answer cites, and which are in its prompt beside."""
     note_object(planned.request.id)
+    if planned.question.passages is not None:
+        return
     collection = planned.question.request.ragcache.collection
     shown = dict.fromkeys(passage.chunk.document_id for passage in cited)
     used = dict.fromkeys(passage.chunk.document_id for passage in planned.prompt.passages)

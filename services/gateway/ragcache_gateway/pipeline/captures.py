@@ -19,7 +19,6 @@ from ragcache_core.access.caller import Caller
 from ragcache_core.access.usage import UsageCounts
 from ragcache_core.errors import InvalidInput
 from ragcache_core.plan.prompt import Prompt, assemble, plan_exact
-from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.scheduling.priority import QueuePosition
 from ragcache_gateway.admission.quotas import current_ticket
 from ragcache_gateway.chat.schema import ChatRequest
@@ -69,11 +68,7 @@ async def capture(services: ChatServices, request: ChatRequest, caller: Caller) 
 def _plan(services: ChatServices, ordered: OrderedPrompt) -> tuple[Prompt, dict[str, Any]]:
     """Make the prompt of a capture, and the engine's request. It hashes all tokens."""
     prompt = reversed_chunks(ordered.prompt.prompt)
-    collection = ordered.question.request.ragcache.collection
-    documents = [
-        document_name(collection, passage.chunk.document_id)
-        for passage in reversed(ordered.prompt.passages)
-    ]
+    documents = ordered.question.document_names(ordered.prompt.passages)[::-1]
     model = services.model
     plan = plan_exact(
         prompt,
@@ -96,4 +91,4 @@ def reversed_chunks(prompt: Prompt) -> Prompt:
     chunks = [prompt.token_ids[start:end] for start, end in bounds]
     head, digests = prompt.token_ids[: prompt.head], prompt.chunk_digests[::-1]
     turned = assemble(head, chunks, (), prompt.stable_head, digests)
-    return replace(turned, own_head=prompt.own_head)
+    return replace(turned, own_head=prompt.own_head, own_chunks=prompt.own_chunks)

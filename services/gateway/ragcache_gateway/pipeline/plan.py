@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ragcache_core.plan.reuse_plan import document_name
 from ragcache_core.planner.request_plan import PlannedPrompt, RequestPlan
 from ragcache_core.quality.controller import AskedQuestion
 from ragcache_core.scheduling.priority import QueuePosition
@@ -196,10 +195,7 @@ def _engine_request(
 ) -> EngineRequest:
     request, caller = question.request, question.caller
     request_id = f"{request.ID_PREFIX}-{uuid.uuid4().hex}"
-    collection = request.ragcache.collection
-    documents = tuple(
-        document_name(collection, passage.chunk.document_id) for passage in prompt.passages
-    )
+    documents = question.document_names(prompt.passages)
     asked = AskedQuestion(prompt.prompt, documents, asked_at_ms, caller.domain, caller.reader)
     reuse_plan = plan_reuse(question.reuse, asked, services.model, request_id)
     body = client_body(

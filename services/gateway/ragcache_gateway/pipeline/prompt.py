@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ragcache_core.planner.request_plan import PlannedPrompt
 from ragcache_gateway.chat.schema import ChatRequest
@@ -51,12 +51,14 @@ async def build_prompt(
                 question.conversation,
                 hits,
                 max_tokens,
-                with_documents=question.retrieves,
+                with_documents=question.retrieves or question.passages is not None,
                 domain=domain,
                 is_early=is_early,
             )
         else:
             parts = prompts.select_for_text(request.question(), hits, max_tokens)
+        if question.passages is not None:
+            parts = replace(parts, own_chunks=True)
         return parts, services.chunk_keys.planned_prompt(parts, domain)
 
     parts, by_rank = await services.prompts.run(select)

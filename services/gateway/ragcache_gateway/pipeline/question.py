@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ragcache_core.access.caller import Caller
 from ragcache_core.errors import InvalidInput
+from ragcache_core.plan.reuse_plan import document_name
 from ragcache_gateway.admission.slo import Arrival
 from ragcache_gateway.audit.notes import note_collection
 from ragcache_gateway.background.quality_gate import GatedReuse
+from ragcache_gateway.chat.client_passages import ClientPassage
 from ragcache_gateway.chat.completion_schema import CompletionRequest
 from ragcache_gateway.chat.messages import question_field, read_conversation
 from ragcache_gateway.chat.schema import (
@@ -20,6 +23,7 @@ from ragcache_gateway.chat.schema import (
 from ragcache_gateway.explain.progress import NO_PROGRESS, Progress
 from ragcache_gateway.pipeline.chat_services import ChatServices
 from ragcache_gateway.prompts.conversation import Conversation
+from ragcache_gateway.prompts.passages import Passage
 from ragcache_gateway.prompts.reuse_mode import ReuseMode, requested_reuse
 
 
@@ -41,8 +45,20 @@ class Question:
 
     @property
     def retrieves(self) -> bool:
-        """Whether the answer comes from documents."""
+        """Whether documents are searched."""
         return self.request.retrieves()
+
+    @property
+    def passages(self) -> Sequence[ClientPassage] | None:
+        """What the client has retrieved itself. None: it leaves that to the platform."""
+        return self.request.ragcache.passages
+
+    def document_names(self, passages: Iterable[Passage]) -> tuple[str, ...]:
+        """Return the names of the documents of passages; empty for those of the client."""
+        if self.passages is not None:
+            return ("",) * sum(1 for _ in passages)
+        collection = self.request.ragcache.collection
+        return tuple(document_name(collection, one.chunk.document_id) for one in passages)
 
     @property
     def arrival(self) -> Arrival:

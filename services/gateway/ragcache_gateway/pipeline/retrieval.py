@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ragcache_core.errors import RagCacheError
+from ragcache_gateway.chat.client_passages import passages_found
 from ragcache_gateway.chat.completion_schema import CompletionRequest
 from ragcache_gateway.chat.schema import ChatRequest
 from ragcache_gateway.chat.search import SearchResult, no_search, search_to_final_stage
@@ -32,11 +33,15 @@ async def retrieve(
     question: Question,
     on_interim_stage: Callable[[InterimStage], None] | None = None,
 ) -> RetrievedQuestion:
-    """Search the collection for the question. Raises errors that name fields of the request.
+    """Search the collection for the question, or take the passages that it brings.
+
+    Errors name fields of the request.
 
     Args:
         on_interim_stage: Gets every stage before the final one.
     """
+    if question.passages is not None:
+        return RetrievedQuestion(question, passages_found(question.passages))
     if not question.retrieves:
         return RetrievedQuestion(question, no_search())
     options = question.request.ragcache

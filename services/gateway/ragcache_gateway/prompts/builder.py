@@ -100,6 +100,7 @@ class PromptParts:
         documents: The passages of each document, best rank first.
         chunks: The tokens of each of these passages.
         warnings: As in ``AnswerPrompt``.
+        own_chunks: See ``Prompt``.
     """
 
     frame: TemplateFrame
@@ -107,6 +108,7 @@ class PromptParts:
     chunks: tuple[tuple[ChunkTokens, ...], ...]
     max_tokens: int
     warnings: tuple[str, ...] = ()
+    own_chunks: bool = False
 
     def join(self, order: Sequence[int] | None = None) -> AnswerPrompt:
         """Return the prompt.
@@ -125,7 +127,12 @@ class PromptParts:
             frame.stable_head,
             [chunk.digest for chunk in chunks],
         )
-        prompt = replace(prompt, comes_once=frame.comes_once, own_head=frame.own_head)
+        prompt = replace(
+            prompt,
+            comes_once=frame.comes_once,
+            own_head=frame.own_head,
+            own_chunks=self.own_chunks,
+        )
         text = replace(frame.text, passages=passages)
         return AnswerPrompt(prompt, text, self.max_tokens, self.warnings)
 
@@ -263,6 +270,8 @@ class PromptBuilder:
         tokens_of: dict[str, ChunkTokens] = {}
 
         def num_tokens(chunk: pb.Chunk) -> int:
+            if len(chunk.text) > MAX_CHARS_PER_TOKEN * self._max_model_len:
+                return self._max_model_len
             tokens_of[chunk.id] = tokens = self._tokens(chunk)
             return len(tokens.ids)
 

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache_core.access.reader import may_use, reader_of
 from ragcache_core.identity.keys import KVSpace
+from ragcache_core.identity.variant import Influence
 from ragcache_core.plan.prompt import assemble, plan_blend, plan_compute, plan_exact
 from ragcache_core.plan.reuse_plan import Action, ReusePlan
 
@@ -51,6 +53,22 @@ def test_every_chunk_names_its_document() -> None:
     headless = plan_exact(assemble([], [[2]], []), SPACE, "public", "request", ["c/a"])
     assert [segment.document for segment in headless.segments] == ["c/a"]
     assert {s.document for s in plan_exact(prompt, SPACE, "public", "r").segments} == {""}
+
+
+def test_chunks_of_the_caller_serve_others_only_with_all_that_stood_before_them() -> None:
+    """What another key wrote before a chunk may not come into a prompt without it."""
+    prompt = replace(assemble([1], [[2], [3]], [4]), own_head=False, own_chunks=True)
+    for plan in (
+        plan_exact(prompt, SPACE, "public", "r"),
+        plan_blend(prompt, SPACE, "public", "r", 0.2),
+    ):
+        assert plan.own_head
+        head, first, second = (one.chunk for one in plan.segments)
+        writer, other = reader_of("writer", (), None), reader_of("other", (), None)
+        influence = Influence(writer.rights, writer.key, plan.num_head)
+        asked = [(other, [head, second]), (other, [head, first, second]), (writer, [head, second])]
+        may = [may_use(who, on, influence, [head, first], is_exact=True) for who, on in asked]
+        assert may == [False, True, True]
 
 
 @pytest.mark.parametrize(("stable_head", "num_exact"), [(2, 1), (3, 0)])

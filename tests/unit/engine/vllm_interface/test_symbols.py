@@ -28,7 +28,8 @@ MEMBERS = {
         *("num_computed_tokens", "prompt_token_ids", "request_id", "sampling_params"),
     ),
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": (
-        *("_model_forward", "attn_groups", "device", "model", "vllm_config"),
+        *("_model_forward", "attn_groups", "device", "model", "model_config"),
+        *("supports_mm_inputs", "vllm_config"),
     ),
     "vllm.v1.worker.utils.AttentionGroup": (*("backend", "get_metadata_builder", "layer_names"),),
     "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": (

@@ -11,7 +11,7 @@ import socket
 import ssl
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -19,10 +19,14 @@ import pytest
 
 from harness.cluster.certificates import make_certificates
 from ragcache_operator.kube.api import Api
-from ragcache_operator.kube.resources import PODS
+from ragcache_operator.kube.resources import PODS, SERVICES
+from tests.kit.wait import until
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENT = b'{"type": "ADDED", "object": {"metadata": {"name": "one"}}}\n'
+
+unanswered: list[bytes] = []
+"""Requests for Services, which the silent server never answers."""
 
 
 @pytest.fixture
@@ -35,12 +39,17 @@ def silent(tmp_path: Path) -> Iterator[Path]:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while True:
+            try:
                 accepted, _ = listener.accept()
+            except OSError:
+                return
+            with contextlib.suppress(OSError):  # the client may leave at any moment
                 connection = context.wrap_socket(accepted, server_side=True)
                 connections.enter_context(connection)
-                connection.recv(1 << 16)
+                if b"/services" in (request := connection.recv(1 << 16)):
+                    unanswered.append(request)
+                    continue
                 connection.sendall(HEAD + b"%x\r\n%s\r\n" % (len(EVENT), EVENT))
 
     thread = threading.Thread(target=serve)
@@ -66,14 +75,33 @@ def silent(tmp_path: Path) -> Iterator[Path]:
     connections.close()
 
 
+def unclosed(watching: Callable[[], Coroutine[None, None, None]]) -> list[str]:
+    """Return what is found unclosed after a client has watched and was closed."""
+    gc.collect()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ResourceWarning)
+        asyncio.run(watching())
+        gc.collect()
+    return [str(one.message) for one in said]
+
+
 def test_an_abandoned_watch_leaves_no_connection(silent: Path) -> None:
     async def watch() -> None:
         async with await Api.connect(silent) as api, aclosing(api.watch(PODS, "1")) as events:
             assert await anext(events) == ("ADDED", {"metadata": {"name": "one"}})
 
-    gc.collect()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", ResourceWarning)
-        asyncio.run(watch())
-        gc.collect()
-    assert [str(one.message) for one in said] == []
+    assert unclosed(watch) == []
+
+
+def test_a_watch_that_is_cancelled_before_its_answer_leaves_no_connection(silent: Path) -> None:
+    async def watch() -> None:
+        async with await Api.connect(silent) as api:
+            watches = [api.watch(SERVICES, str(number)) for number in range(8)]
+            reading = [asyncio.ensure_future(anext(events)) for events in watches]
+            await until(lambda: len(unanswered) == len(watches), "the server has every request")
+            for one in reading:
+                one.cancel()
+            await asyncio.wait(reading)
+
+    unanswered.clear()
+    assert unclosed(watch) == []
