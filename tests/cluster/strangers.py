@@ -67,8 +67,8 @@ class Stranger:
         match part, port:
             case _, "health" | "metrics":
                 return []  # open, and tell numbers alone
-            case _, "grpc":
-                return self._by_grpc(address, METHODS[part])
+            case _, "grpc" | "store":  # store is that of a shard beside an engine
+                return self._by_grpc(address, METHODS["cachestore" if port == "store" else part])
             case _, "data":
                 return self._by_data_port(address)
             case "engine", "http":

@@ -6,11 +6,15 @@ The tests are one story in their order, on one cluster; each names the step it i
 from __future__ import annotations
 
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from harness.cluster.timeline import step
 from models.tinyrag.handbook import Handbook
@@ -36,6 +40,11 @@ from tests.cluster.strangers import METHODS, Stranger
 pytestmark = [pytest.mark.images, pytest.mark.timeout(1200)]
 
 _VOLUMES = 6
+_ENGINES = (f"{NAME}-engine-main-0", f"{NAME}-engine-main-1")
+"""Pods of the engines with a shard beside each."""
+_SMALL = {"kvMemory": "1Gi", "resources": {"cpu": "300m"}}
+"""A third of a core, so that two engines with their shards find room on two."""
+_TRANSPORTS = ("shared", "socket")
 _KEPT = {
     "collection": "kept",
     "id": "attic.md",
@@ -226,16 +235,7 @@ def test_requests_without_a_key_and_documents_on_the_first_port_are_refused(
 
 def test_no_port_of_a_pod_serves_a_stranger(running: Platform, tmp_path: Path) -> None:
     """A network without policies lets each pod reach all of them."""
-    stranger = Stranger.of(running.cluster, tmp_path, NAME, NAMESPACE)
-    tried, served = set(), {}
-    for part in ("gateway", "retriever", "engine", "cachestore"):
-        for pod in running.running_pods(part):
-            for port in (one for each in pod["spec"]["containers"] for one in each["ports"]):
-                address = f"{pod['status']['podIP']}:{port['containerPort']}"
-                tried.add((part, port["name"]))
-                if found := stranger.served_by(part, port["name"], address):
-                    served[part, port["name"]] = found
-    assert served == {}
+    tried = _try_ports(running, tmp_path, "gateway", "retriever", "engine", "cachestore")
     assert {(part, "grpc") for part in METHODS} <= tried
     assert {
         ("cachestore", "data"),
@@ -275,11 +275,87 @@ def test_nothing_is_left_of_a_deleted_object_but_what_its_policy_keeps(
 
 
 def test_a_new_object_of_the_name_finds_its_documents_again(running: Platform) -> None:
-    with step("from apply to Ready on kept volumes"):
-        running.cluster.apply(quickstart())
-        running.patch({"dataPolicy": "Delete"})
+    engine = {"name": "main", "replicas": 2, **_SMALL}
+    with step("from apply to Ready on kept volumes, with shards beside the engines"):
+        running.cluster.apply(
+            quickstart(engines=[engine], cacheStore={"placement": "colocated"}, dataPolicy="Delete")
+        )
         running.wait_settled("ready RagCache")
     assert _kept_text(running) == _KEPT["text"]
+    assert running.status()["cacheStore"] == {"shards": 2, "readyShards": 2}
+
+
+def test_no_port_of_a_shard_beside_an_engine_serves_a_stranger(
+    running: Platform, tmp_path: Path
+) -> None:
+    assert {("engine", "store"), ("engine", "data")} <= _try_ports(running, tmp_path, "engine")
+
+
+def test_an_engine_loads_what_another_has_put_into_the_shards_beside_both(
+    running: Platform, book: Handbook
+) -> None:
+    with running.admin_client() as client:
+        for document in book.documents:
+            written = {**_KEPT, "id": f"{document.id}.md", "text": document.text}
+            reply = client.post("/v1/documents", json=written)
+            assert reply.status_code == 200, reply.text
+    questions = [question.text for question in single_questions(book, 6)]
+    before = {name: _prompt_tokens(running, name) for name in _ENGINES}
+    with step("six questions answered"):
+        for question in questions:
+            _ask_kept(running, question)
+    computed = {name: _prompt_tokens(running, name) - before[name] for name in _ENGINES}
+    # The engine that computed most is the one that ends.
+    first, second = sorted(_ENGINES, key=lambda name: computed[name], reverse=True)
+
+    def stored() -> bool:
+        puts = [_counts(running, name, "puts") for name in _ENGINES]
+        return all(sum(one[transport] for one in puts) > 0 for transport in _TRANSPORTS)
+
+    running.cluster.wait_until(stored, "values put into the shards of both pods", 60)
+    hits = {name: _counts(running, name, "hits") for name in _ENGINES}
+    with step("the other engine loads"):
+        # Its shard runs on in the same pod.
+        running.cluster.kubectl(
+            *("exec", first, f"--namespace={NAMESPACE}", "--container=engine", "--"),
+            *("python", "-c", "import os, signal; os.kill(1, signal.SIGTERM)"),
+        )
+        running.cluster.wait_until(
+            lambda: not _is_container_ready(running, first, "engine"), "engine that ended", 60
+        )
+        loaded = [
+            _ask_kept(running, question)["ragcache"]["cache"]["loaded_tokens"]
+            for question in questions
+        ]
+    assert sum(loaded) > 0, loaded
+    after = {name: _counts(running, name, "hits") for name in _ENGINES}
+    assert after[second]["shared"] > hits[second]["shared"], (hits, after)
+    assert after[first]["socket"] > hits[first]["socket"], (hits, after)
+    with step("both engines ready"):
+        running.wait_settled("engine back")
+
+
+def test_an_engine_that_goes_takes_its_share_of_the_variants_alone(
+    running: Platform, book: Handbook
+) -> None:
+    kept, _ = _ENGINES
+    shares = {name: _variants(running, name) for name in _ENGINES}
+    assert min(shares.values()) > 0
+    with step("scaled to one engine"):
+        running.patch({"engines": [{"name": "main", "replicas": 1, **_SMALL}]})
+        running.wait_settled("one engine")
+
+    def shards() -> list[dict[str, object]]:
+        with running.admin_client() as client:
+            found: list[dict[str, object]] = client.get("/v1/cache").json()["shards"]
+            return found
+
+    with step("gateways know the remaining shard"):
+        running.cluster.wait_until(lambda: len(shards()) == 1, "gateway with one shard", 120)
+    assert set(running.pods("engine")) == {kept}
+    assert _variants(running, kept) == shares[kept]
+    [question] = single_questions(book, 1)
+    assert _ask_kept(running, question.text)["choices"][0]["message"]["content"].strip()
 
 
 def test_with_the_policy_delete_the_data_goes_too(
@@ -289,6 +365,59 @@ def test_with_the_policy_delete_the_data_goes_too(
     with step("RagCache deleted with its data"):
         cluster.kubectl("delete", "ragcache", NAME, f"--namespace={NAMESPACE}", "--timeout=180s")
         _wait_for_contents(cluster, untouched)
+
+
+def _try_ports(platform: Platform, folder: Path, *parts: str) -> set[tuple[str, str]]:
+    """Try every port of components as a stranger. Return them by component and name."""
+    stranger = Stranger.of(platform.cluster, folder, NAME, NAMESPACE)
+    tried, served = set(), {}
+    for part in parts:
+        for pod in platform.running_pods(part):
+            for port in (one for each in pod["spec"]["containers"] for one in each["ports"]):
+                address = f"{pod['status']['podIP']}:{port['containerPort']}"
+                tried.add((part, port["name"]))
+                if found := stranger.served_by(part, port["name"], address):
+                    served[part, port["name"]] = found
+    assert served == {}
+    return tried
+
+
+def _ask_kept(platform: Platform, question: str) -> dict[str, Any]:
+    reply = platform.ask(question, collection=_KEPT["collection"])
+    assert reply.status_code == 200, reply.text
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+def _metric(platform: Platform, pod: str, port: int, name: str) -> list[Sample]:
+    """Return the samples of one metric of a pod's container."""
+    address = platform.cluster.get("pod", pod, NAMESPACE)["status"]["podIP"]
+    text = httpx.get(f"http://{address}:{port}/metrics", timeout=10, trust_env=False).text
+    families = text_string_to_metric_families(text)
+    return [one for family in families for one in family.samples if one.name == name]
+
+
+def _prompt_tokens(platform: Platform, pod: str) -> float:
+    """Return the tokens of all prompts of an engine."""
+    return sum(one.value for one in _metric(platform, pod, 9464, "vllm:prompt_tokens_total"))
+
+
+def _counts(platform: Platform, pod: str, what: str) -> Counter[str]:
+    """Return the hits or puts of the shard in a pod, by the transport."""
+    found: Counter[str] = Counter()
+    for one in _metric(platform, pod, 8081, f"ragcache_store_{what}_total"):
+        found[one.labels["transport"]] += int(one.value)
+    return found
+
+
+def _variants(platform: Platform, pod: str) -> int:
+    [sample] = _metric(platform, pod, 8081, "ragcache_store_variants")
+    return int(sample.value)
+
+
+def _is_container_ready(platform: Platform, pod: str, container: str) -> bool:
+    statuses = platform.cluster.get("pod", pod, NAMESPACE)["status"]["containerStatuses"]
+    return any(one["name"] == container and one["ready"] for one in statuses)
 
 
 def _answers(platform: Platform) -> bool:

@@ -47,7 +47,7 @@ async def show_pods(
     if not pods:
         raise NotFound("pod of", _named(cache, part), "`ragcache status` says what it waits for")
     for pod in pods:
-        started = list(runs(pod))
+        started = list(runs(pod, part))
         for run in started:
             text = await api.text(run.path, container=run.container, tailLines=str(tail))
             for line in text.removesuffix("\n").split("\n") if text else ():
@@ -69,7 +69,7 @@ async def follow_pods(
     try:
         while True:
             for pod in await _pods(api, namespace, cache, part):
-                started = list(runs(pod))
+                started = list(runs(pod, part))
                 for run in started:
                     if run not in tasks:
                         lines = _followed(api, run, tail if first else None)
@@ -90,10 +90,17 @@ async def follow_pods(
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-def runs(pod: Object) -> Iterator[Run]:
-    """Return the containers of a pod that have a log."""
+def runs(pod: Object, part: str | None = None) -> Iterator[Run]:
+    """Return the containers of a pod that have a log.
+
+    Args:
+        part: Only the container of this name, if the pod has one.
+    """
     meta, status = pod["metadata"], pod.get("status") or {}
+    only = part if part in _containers(pod) else None
     for container in status.get("containerStatuses") or ():
+        if only not in (None, container["name"]):
+            continue
         state = container.get("state") or {}
         restarts = container.get("restartCount", 0)
         # Between two attempts the API still serves the log of the previous one.
@@ -115,10 +122,16 @@ def waits_for(pod: Object) -> str:
 
 
 def is_meant(pod: Object, part: str | None) -> bool:
-    """Return whether a pod belongs to the named part or component."""
+    """Return whether a pod belongs to the named part or component, or has a container of it."""
     labels = pod["metadata"].get("labels") or {}
     component = labels.get(COMPONENT_LABEL)
-    return part in (None, component, f"{component}-{labels.get(ENGINE_LABEL)}")
+    names = (None, component, f"{component}-{labels.get(ENGINE_LABEL)}", *_containers(pod))
+    return part in names
+
+
+def _containers(pod: Object) -> list[str]:
+    """Return the names of a pod's containers, each of which is that of its component."""
+    return [one["name"] for one in (pod.get("spec") or {}).get("containers") or ()]
 
 
 async def _pods(api: Api, namespace: str, cache: str, part: str | None) -> list[Object]:

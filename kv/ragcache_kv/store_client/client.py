@@ -463,7 +463,9 @@ class StoreClient:
     def _make(self, name: str, hello: pb.HelloReply) -> Transport | None:
         if name == "shared":
             path = hello.data_socket
-            return SharedMemoryTransport(path, hello.boot, self._credentials) if path else None
+            # A shard names its socket to clients of other machines and pods, too.
+            is_here = bool(path) and os.path.exists(path)
+            return SharedMemoryTransport(path, hello.boot, self._credentials) if is_here else None
         if name == "socket":
             host = self.address.rpartition(":")[0].strip("[]")
             port = hello.data_port

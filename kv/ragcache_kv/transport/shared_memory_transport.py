@@ -9,7 +9,8 @@ whether the bytes are still those of the value. The store's status page shows th
 and whether it withdrew a value since, for example by a delete. The connection closes when the store
 stops. The client reports such reads to the store afterwards.
 
-Only ``ragcache up`` uses it yet: the pods of a cluster share no folder.
+The socket of a store is in a folder that its clients see: that of ``ragcache up``, or one of the
+pod in which a shard runs beside an engine.
 """
 
 from __future__ import annotations

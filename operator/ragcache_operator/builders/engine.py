@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import ssl
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from ragcache_core.cost.engine_memory import EngineMemory
-from ragcache_operator.builders import autoscaling
+from ragcache_operator.builders import autoscaling, cachestore
 from ragcache_operator.builders.autoscaling import ReplicaRange
 from ragcache_operator.builders.environment import EnvValue, FromResource, settings_environment
 from ragcache_operator.builders.keys import signing_mount, store_key_mount
-from ragcache_operator.builders.metadata import ENGINE_LABEL, Object
+from ragcache_operator.builders.metadata import ENGINE_LABEL, Object, engine_workload
 from ragcache_operator.builders.model import (
     model_cache_environment,
     model_cache_mounts,
@@ -53,22 +54,17 @@ _GPU_IMAGE: Final = "engine-cuda"
 
 def http(engine: EngineSpec) -> Endpoint:
     """Return the endpoint of the OpenAI server."""
-    return Endpoint(workload_name(engine), "http")
+    return Endpoint(engine_workload(engine), "http")
 
 
 def records(engine: EngineSpec) -> Endpoint:
     """Return the endpoint of the request records (engine.proto)."""
-    return Endpoint(workload_name(engine), "grpc")
+    return Endpoint(engine_workload(engine), "grpc")
 
 
 def metrics(engine: EngineSpec) -> Endpoint:
     """Return the endpoint that serves only /metrics."""
-    return Endpoint(workload_name(engine), "metrics")
-
-
-def workload_name(engine: EngineSpec) -> str:
-    """Return the name of the engine's workload within the RagCache."""
-    return f"{COMPONENT}-{engine.name}"
+    return Endpoint(engine_workload(engine), "metrics")
 
 
 def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> list[Object]:
@@ -79,10 +75,11 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
     replica_range = engine.autoscaling and ReplicaRange(
         engine.replicas, engine.autoscaling.max_replicas
     )
+    shard = cachestore.beside_engine(cache, engine, placement)
     workload = Workload(
         component=COMPONENT,
         image=_GPU_IMAGE if on_gpu else COMPONENT,
-        name=workload_name(engine),
+        name=engine_workload(engine),
         command=("python", "-m", "ragcache_engine.start"),
         args=_arguments(cache, engine, placement),
         env=_environment(cache, engine, placement),
@@ -104,7 +101,10 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
             store_key_mount(cache, placement),
             *model_mounts(cache.spec.model_of(engine)),
             *model_cache_mounts(cache.spec.model_of(engine)),
+            *(() if shard is None else (replace(cachestore.SHARED_FOLDER, read_only=True),)),
         ),
+        service=None if shard is None else shard.service,
+        beside=shard,
         drain=("python", "-m", "ragcache_engine.drain", "--deadline-s", str(_DRAIN_S)),
         grace_s=_DRAIN_S + _END_S,
         own_labels={ENGINE_LABEL: engine.name},
@@ -115,6 +115,7 @@ def build(cache: RagCache, engine: EngineSpec, placement: PlatformPlacement) -> 
     )
     meta = metadata(cache, workload)
     children = [
+        *([] if shard is None else [cachestore.shards_service(cache, shard, workload)]),
         service(
             meta,
             selector(cache, workload),

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ragcache_operator.spec.ragcache import COMPONENTS, KIND, RagCache
+from ragcache_operator.spec.ragcache import COMPONENTS, KIND, EngineSpec, RagCache
 from ragcache_operator.spec.values import API_VERSION, GROUP
 
 COMPONENT_LABEL: Final = "app.kubernetes.io/component"
@@ -25,6 +25,11 @@ OPERATOR_POD_LABELS: Final = {"app.kubernetes.io/name": _OPERATOR}
 def object_name(cache: RagCache, name: str) -> str:
     """Return the name of a workload's objects."""
     return f"{cache.metadata.name}-{name}"
+
+
+def engine_workload(engine: EngineSpec) -> str:
+    """Return the name of an engine group's workload within the RagCache."""
+    return f"engine-{engine.name}"
 
 
 def instance_selector(cache_name: str) -> dict[str, str]:

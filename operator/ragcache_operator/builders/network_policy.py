@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
+from ragcache_operator.builders.cachestore import COLOCATED_GRPC, is_colocated
 from ragcache_operator.builders.metadata import (
     OPERATOR_POD_LABELS,
     SYNC_COMPONENT,
@@ -39,6 +40,8 @@ _EDGES: Final = (
     (SYNC_COMPONENT, "gateway", "admin"),
 )
 """Allowed connections between components: (client, server, port name)."""
+_MOVED: Final = {"cachestore": "engine"}
+"""In whose pods colocated shards are."""
 
 _OPERATOR_TARGETS: Final = (
     ("gateway", "admin"),
@@ -93,7 +96,11 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
     deny = {"podSelector": {"matchLabels": instance_selector(name)}, "policyTypes": _BOTH}
     return [
         _policy(cache, "default-deny", None, deny),
-        *(_component_policy(cache, component, placement) for component in COMPONENTS),
+        *(
+            _component_policy(cache, component, placement)
+            for component in COMPONENTS
+            if not (is_colocated(cache, placement) and component in _MOVED)
+        ),
         _policy(
             cache,
             SYNC_COMPONENT,
@@ -152,18 +159,43 @@ def _component_policy(cache: RagCache, component: str, placement: PlatformPlacem
 def _ingress(cache: RagCache, component: str, placement: PlatformPlacement) -> list[Object]:
     rules = _client_rules(cache, component, placement)
     readers = _peers(cache.spec.network_policy.metrics_from) or [_PROMETHEUS]
-    rules.append({"from": readers, "ports": _ports(PORT_NUMBERS[_METRICS_PORTS[component]])})
+    ports = [PORT_NUMBERS[_METRICS_PORTS[one]] for one in _in_pods_of(cache, component, placement)]
+    rules.append({"from": readers, "ports": _ports(*ports)})
     return rules
+
+
+def _in_pods_of(cache: RagCache, component: str, placement: PlatformPlacement) -> list[str]:
+    """Return the components that run in the pods of a component, itself first."""
+    if not is_colocated(cache, placement):
+        return [component]
+    return [component, *(moved for moved, host in _MOVED.items() if host == component)]
+
+
+def _edges(cache: RagCache, placement: PlatformPlacement) -> list[tuple[str, str, str]]:
+    """Return the allowed connections between pods: (client, server, port name)."""
+    if not is_colocated(cache, placement):
+        return list(_EDGES)
+    moved = (
+        (_MOVED.get(source, source), _MOVED.get(target, target), _pod_port(target, port))
+        for source, target, port in _EDGES
+    )
+    return list(dict.fromkeys(moved))
+
+
+def _pod_port(component: str, port: str) -> str:
+    """Return the name of a component's port in pods where colocated shards are."""
+    return COLOCATED_GRPC if (component, port) == ("cachestore", "grpc") else port
 
 
 def _client_rules(cache: RagCache, component: str, placement: PlatformPlacement) -> list[Object]:
     name = cache.metadata.name
     rules = [
         {"from": [_pods_of(name, source)], "ports": _ports(PORT_NUMBERS[port])}
-        for source, target, port in _EDGES
+        for source, target, port in _edges(cache, placement)
         if target == component
     ]
-    ports = [PORT_NUMBERS[port] for target, port in _OPERATOR_TARGETS if target == component]
+    components = _in_pods_of(cache, component, placement)
+    ports = [PORT_NUMBERS[port] for target, port in _OPERATOR_TARGETS if target in components]
     rules.append({"from": [_operator(placement)], "ports": _ports(*ports)})
     if component == "gateway":
         policy = cache.spec.network_policy
@@ -185,7 +217,7 @@ def _egress(cache: RagCache, component: str, placement: PlatformPlacement) -> li
     rules: list[Object] = [{"ports": _DNS}]
     rules += [
         {"to": [_pods_of(name, target)], "ports": _ports(PORT_NUMBERS[port])}
-        for source, target, port in _EDGES
+        for source, target, port in _edges(cache, placement)
         if source == component
     ]
     models = (cache.spec.model,) if component == "retriever" else cache.spec.models

@@ -21,10 +21,12 @@ PORT_NUMBERS: Final = {
     "admin": 8001,
     "grpc": 50051,
     "data": 50052,
+    "store": 50053,
     "health": 8081,
     "metrics": 9464,
 }
-"""Port numbers by name. A pod runs one component, so the names suffice."""
+"""Port numbers by name. A pod has each name once: a shard beside an engine, which has the port grpc
+itself, has store instead."""
 
 MEMBERS_FOLDER: Final = "/etc/ragcache/members"
 MEMBERS_FILE: Final = "cachestore.json"
@@ -42,6 +44,8 @@ AUDIT_FOLDER: Final = "/var/log/ragcache"
 ENGINE_KEYS_FOLDER: Final = "/etc/ragcache/engine-keys"
 LIMITS_FOLDER: Final = "/etc/ragcache/limits"
 LIMITS_FILE: Final = "limits.json"
+SOCKET_FOLDER: Final = "/run/ragcache"
+"""Folder that an engine and the shard in its pod share."""
 _POD_NAME: Final = "POD_NAME"
 MODEL_FOLDER: Final = "/model"
 EMBEDDER_FOLDER: Final = "/embedder"
@@ -308,8 +312,12 @@ class ClusterPlacement:
         return {_POD_NAME: FromField("metadata.name")}
 
     def data_socket(self) -> str:
-        """Return an empty path, because pods share no folder."""
-        return ""
+        """Return a socket for the engine in the shard's own pod.
+
+        It has the pod's name: clients in other pods learn the path, too, and have no such file.
+        """
+        is_colocated = self.cache.spec.cache_store.placement == "colocated"
+        return f"{SOCKET_FOLDER}/$({_POD_NAME}).sock" if is_colocated else ""
 
     def signing_key_file(self) -> str:
         """Return a mounted file, so that pods follow a key rotation without a restart."""

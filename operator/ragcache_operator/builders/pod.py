@@ -1,4 +1,4 @@
-"""Pods with one container, which meet the ``restricted`` Pod Security Standard."""
+"""Pods of one container or two, which meet the ``restricted`` Pod Security Standard."""
 
 from __future__ import annotations
 
@@ -151,6 +151,8 @@ def container_mount(mount: Mount) -> Object:
 
 SCRATCH: Final = Mount("scratch", "/tmp", {"emptyDir": {}})
 """The only writable folder, because the root file system is read-only."""
+SCRATCH_BESIDE: Final = Mount("scratch-beside", "/tmp", {"emptyDir": {}})
+"""That of a container beside another one, which shares no files with it unasked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +221,7 @@ def component_template(
 
 
 def pod_template(
-    container: Container,
+    containers: Sequence[Container],
     labels: Mapping[str, str],
     account: str,
     template: PodTemplateSpec,
@@ -228,22 +230,25 @@ def pod_template(
     """Return the pod template of a workload.
 
     Args:
+        containers: Mounts of one name in several of them are one volume.
         account: Name of the ServiceAccount.
         template: As ``component_template`` returns it.
         spread_by: Selector of the pods to spread over nodes and zones.
     """
+    volumes = {
+        mount.name: mount.volume
+        for container in containers
+        for mount in container.mounts
+        if mount.volume is not None
+    }
     spec: Object = {
         "serviceAccountName": account,
         "automountServiceAccountToken": False,
         # Kubernetes would inject variables (RAGCACHE_GATEWAY_PORT=tcp://...) like our settings.
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": container.grace_s,
-        "containers": [container.render()],
-        "volumes": [
-            {"name": mount.name, **mount.volume}
-            for mount in container.mounts
-            if mount.volume is not None
-        ],
+        "terminationGracePeriodSeconds": max(one.grace_s for one in containers),
+        "containers": [one.render() for one in containers],
+        "volumes": [{"name": name, **volume} for name, volume in volumes.items()],
         **template_fields(template),
     }
     if constraints := _spread(template, spread_by):

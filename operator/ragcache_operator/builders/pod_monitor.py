@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from ragcache_operator.builders.metadata import (
-    COMPONENT_LABEL,
     ENGINE_LABEL,
     Object,
     instance_selector,
@@ -16,14 +15,22 @@ from ragcache_operator.builders.placement import PlatformPlacement
 from ragcache_operator.spec.ragcache import RagCache
 
 PORTS: Final = ("metrics", "health")
-"""Ports that serve metrics. A pod has one of them."""
+"""Ports that serve metrics. A container has one of them."""
+
+
+def _meta_label(label: str) -> str:
+    """Return the name that Prometheus gives a pod's label before relabelling."""
+    known = "".join(one if one.isalnum() else "_" for one in label)
+    return f"__meta_kubernetes_pod_label_{known}"
+
 
 _TARGET_LABELS: Final = {
-    "component": COMPONENT_LABEL,
-    "ragcache": "app.kubernetes.io/instance",
-    "engine_group": ENGINE_LABEL,
+    # The name of a container is that of its component.
+    "component": "__meta_kubernetes_pod_container_name",
+    "ragcache": _meta_label("app.kubernetes.io/instance"),
+    "engine_group": _meta_label(ENGINE_LABEL),
 }
-"""Labels of every series, by the pod's label that they are read from."""
+"""Labels of every series, and what Prometheus reads them from."""
 
 
 def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
@@ -33,7 +40,7 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
         return []
     name = cache.metadata.name
     relabelings = [
-        {"sourceLabels": [_meta_label(source)], "targetLabel": target, "action": "replace"}
+        {"sourceLabels": [source], "targetLabel": target, "action": "replace"}
         for target, source in _TARGET_LABELS.items()
     ]
     return [
@@ -59,9 +66,3 @@ def build(cache: RagCache, placement: PlatformPlacement) -> list[Object]:
             },
         }
     ]
-
-
-def _meta_label(label: str) -> str:
-    """Return the name that Prometheus gives a pod's label before relabelling."""
-    known = "".join(one if one.isalnum() else "_" for one in label)
-    return f"__meta_kubernetes_pod_label_{known}"

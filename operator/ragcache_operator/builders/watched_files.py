@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +13,6 @@ from ragcache_operator.builders.placement import (
     LIMITS_FOLDER,
     MEMBERS_FILE,
     MEMBERS_FOLDER,
-    PORT_NUMBERS,
 )
 from ragcache_operator.builders.pod import Mount
 from ragcache_operator.spec.ragcache import RagCache
@@ -60,17 +60,14 @@ LIMITS: Final = MountedFile("limits", "gateway-limits", LIMITS_FOLDER, LIMITS_FI
 """The limits of the gateway. A change of ``spec.gateway.limits`` restarts no pod."""
 
 
-def members_config_map(cache: RagCache, component: str, shards_service: str) -> Object:
+def members_config_map(cache: RagCache, component: str, members: Sequence[str]) -> Object:
     """Return the ConfigMap with the members of the cache store.
 
     Args:
         component: Component of the store.
-        shards_service: The Service that gives each shard its DNS name.
+        members: Address of each shard.
     """
-    store = object_name(cache, component)
-    domain = f"{shards_service}.{cache.metadata.namespace}.svc:{PORT_NUMBERS['grpc']}"
-    members = [f"{store}-{shard}.{domain}" for shard in range(cache.spec.cache_store.shards)]
-    return MEMBERS.config_map(cache, component, json.dumps({"members": members}))
+    return MEMBERS.config_map(cache, component, json.dumps({"members": list(members)}))
 
 
 def limits_config_map(cache: RagCache, component: str) -> Object:

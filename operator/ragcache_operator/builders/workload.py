@@ -34,16 +34,20 @@ _HISTORY = 2
 class Workload:
     """One workload of a RagCache: its container, replicas and storage.
 
+    Of a workload beside another one, only what concerns its container counts.
+
     Args:
         name: Name of the workload within the RagCache.
         ports: Names of its ports.
         replicas: Number of replicas, or the range for an autoscaler.
-        storage: Volume of each pod. None makes the workload a Deployment.
+        storage: Volume for the container. A workload whose pods have none is a Deployment.
+        beside: A workload whose container runs in the same pods.
         service: Name of the Service that gives its pods DNS names, if it is not the workload's own.
         drain: Command of the preStop hook.
         image: Name of its image, if it is not the component's.
         surge: Whether a rolling update may run one pod more than desired.
         template: What the spec sets about its pods alone.
+        scratch: Volume at /tmp.
     """
 
     component: str
@@ -64,6 +68,18 @@ class Workload:
     surge: bool = True
     image: str | None = None
     template: PodTemplateSpec | None = None
+    scratch: Mount = SCRATCH
+    beside: Workload | None = None
+
+    @property
+    def containers(self) -> tuple[Workload, ...]:
+        """The workload, and the one whose container runs in the same pods."""
+        return (self,) if self.beside is None else (self, self.beside)
+
+    @property
+    def claim(self) -> StorageSpec | None:
+        """The volume of each pod, or None."""
+        return next((one.storage for one in self.containers if one.storage is not None), None)
 
 
 def metadata(cache: RagCache, workload: Workload) -> Object:
@@ -87,7 +103,7 @@ def build_workload(
     """Return ServiceAccount, disruption budget and controller, in this order."""
     meta = metadata(cache, workload)
     template = component_template(cache, workload.template, placement.capabilities)
-    controller = _deployment if workload.storage is None else _stateful_set
+    controller = _deployment if workload.claim is None else _stateful_set
     return [
         account(meta, template.service_account_annotations),
         disruption_budget(meta, selector(cache, workload)),
@@ -122,7 +138,7 @@ def _deployment(cache: RagCache, workload: Workload, placement: PlatformPlacemen
 
 
 def _stateful_set(cache: RagCache, workload: Workload, placement: PlatformPlacement) -> Object:
-    assert workload.storage is not None
+    assert workload.claim is not None
     name = object_name(cache, workload.name)
     return {
         "apiVersion": "apps/v1",
@@ -139,19 +155,30 @@ def _stateful_set(cache: RagCache, workload: Workload, placement: PlatformPlacem
             "revisionHistoryLimit": _HISTORY,
             "template": _template(cache, workload, placement),
             "volumeClaimTemplates": [
-                claim_template(workload.storage, labels(cache.metadata.name, workload.component))
+                claim_template(workload.claim, labels(cache.metadata.name, workload.component))
             ],
         },
     }
 
 
 def _template(cache: RagCache, workload: Workload, placement: PlatformPlacement) -> Object:
+    containers = [_container(cache, one, placement) for one in workload.containers]
+    return pod_template(
+        containers,
+        metadata(cache, workload)["labels"],
+        object_name(cache, workload.name),
+        component_template(cache, workload.template, placement.capabilities),
+        selector(cache, workload),
+    )
+
+
+def _container(cache: RagCache, workload: Workload, placement: PlatformPlacement) -> Container:
     is_cluster = placement.is_cluster
-    mounts = [SCRATCH, *workload.mounts, *shared_mounts(cache, is_cluster=is_cluster)]
+    mounts = [*workload.mounts, *shared_mounts(cache, is_cluster=is_cluster)]
     if workload.storage is not None:
         mounts.append(Mount(DATA_VOLUME, placement.data_dir(workload.name), None))
     common = {**placement.env(), "PYTHONUNBUFFERED": "1"}
-    container = Container(
+    return Container(
         name=workload.component,
         image=placement.image(workload.image or workload.component),
         command=workload.command,
@@ -163,16 +190,9 @@ def _template(cache: RagCache, workload: Workload, placement: PlatformPlacement)
         ],
         probes=workload.probes,
         resources=workload.resources,
-        mounts=mounts,
+        mounts=[workload.scratch, *mounts],
         drain=workload.drain,
         grace_s=workload.grace_s,
-    )
-    return pod_template(
-        container,
-        metadata(cache, workload)["labels"],
-        object_name(cache, workload.name),
-        component_template(cache, workload.template, placement.capabilities),
-        selector(cache, workload),
     )
 
 

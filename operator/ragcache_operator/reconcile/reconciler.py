@@ -32,6 +32,8 @@ from ragcache_operator.spec.rules import find_problems
 from ragcache_operator.status.conditions import VALID, ConditionState, ObjectEvent, PostEvent
 from ragcache_operator.status.gateway_client import GatewayClient
 
+_STATEFUL: Final = "(retriever|cachestore|engine-[a-z0-9-]+)"
+"""Pattern of the workloads that may be StatefulSets: engines are, with colocated shards."""
 API_BACKOFF_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0, 60.0)
 REJECTED_BACKOFF_S: Final = (2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
 """Waits after writes that the server rejects.
@@ -120,7 +122,7 @@ class CacheReconciler:
 
     async def _delete_released_pods(self, owner: Owner, pods: Sequence[Object]) -> None:
         """Delete pods that a StatefulSet released when it was replaced. Nothing else would."""
-        pattern = re.compile(rf"{re.escape(owner[1])}-(retriever|cachestore)-\d+")
+        pattern = re.compile(rf"{re.escape(owner[1])}-{_STATEFUL}-\d+")
         for pod in pods:
             meta = pod["metadata"]
             if pattern.fullmatch(meta["name"]) and not meta.get("ownerReferences"):
@@ -128,7 +130,7 @@ class CacheReconciler:
 
     def _claims(self, owner: Owner) -> list[Object]:
         """Return the workloads' volume claims. Users may own other claims with our labels."""
-        pattern = re.compile(rf"data-{re.escape(owner[1])}-(retriever|cachestore)-\d+")
+        pattern = re.compile(rf"data-{re.escape(owner[1])}-{_STATEFUL}-\d+")
         claims = self._children.list_for(owner, CLAIMS.kind)
         return [claim for claim in claims if pattern.fullmatch(claim["metadata"]["name"])]
 

@@ -186,7 +186,9 @@ class _Parser:
         path = [self._name()]
         while self._accept("."):
             path.append(self._name())
-        _, *parents, field = path
+        root, *parents, field = path
+        if root in self._variables:
+            parents.insert(0, f"${root}")
 
         def has(fields: Mapping[str, Any]) -> bool:
             for name in parents:

@@ -29,6 +29,7 @@ from ragcache_operator.spec.ragcache import (
     HTTPRouteSpec,
     ModelSpec,
     PrecisionSpec,
+    RagCache,
     RagCacheSpec,
 )
 from ragcache_operator.spec.retriever import (
@@ -42,6 +43,7 @@ from ragcache_operator.spec.retriever import (
 from ragcache_operator.spec.validation import (
     ENFORCED_BY_SCHEMA,
     NO_CEL_FOR_ITEMS,
+    NO_CEL_FOR_METADATA,
     NO_CEL_FOR_NAMES,
     NO_CEL_FOR_QUANTITIES,
     Rule,
@@ -220,6 +222,56 @@ def _unset(attribute: str) -> Callable[[EngineSpec], Violation | None]:
         return Violation(_PROBLEM, _FIX)
 
     return check
+
+
+_MAX_COLOCATED_NAMES: Final = 44
+"""Characters of the names of a RagCache and of an engine group together. Kubernetes labels the pods
+of a StatefulSet with its name and a hash, in at most 63 characters."""
+
+
+def _colocated_names_are_short(cache: RagCache) -> Violation | None:
+    longest = max(len(engine.name) for engine in cache.spec.engines)
+    limit = _MAX_COLOCATED_NAMES - longest
+    if cache.spec.cache_store.placement == "separate" or len(cache.metadata.name) <= limit:
+        return None
+    return Violation(
+        f"is longer than {limit} characters, and shards beside engines have longer names",
+        "shorten it or the names of engines, or use placement separate",
+    )
+
+
+COLOCATION_RULES: tuple[Rule, ...] = (
+    cel_rule(
+        CacheStoreSpec,
+        "shards",
+        "self.placement == 'separate' || self.shards == 1",
+        "is set, but with placement colocated each engine has one shard",
+        "leave it out, or use placement separate",
+    ),
+    cel_rule(
+        CacheStoreSpec,
+        "podTemplate",
+        "self.placement == 'separate' || !has(self.podTemplate)",
+        "is set, but with placement colocated the shards are in the pods of the engines",
+        "use podTemplate of the engines, or placement separate",
+    ),
+    cel_rule(
+        RagCacheSpec,
+        "cacheStore.placement",
+        "self.cacheStore.placement == 'separate' || self.engines.exists(engine, !has(engine.url))",
+        "is colocated, but RagCache runs no engine",
+        "add a group of engines without url, or use placement separate",
+    ),
+    cel_rule(
+        RagCacheSpec,
+        "cacheStore.placement",
+        "self.cacheStore.placement == 'separate' || "
+        "!self.engines.exists(engine, has(engine.autoscaling))",
+        "is colocated, but engines have autoscaling, which would move variants with each change",
+        "leave out autoscaling and set replicas, or use placement separate",
+    ),
+    Rule(RagCache, "metadata.name", _colocated_names_are_short, NO_CEL_FOR_METADATA),
+)
 
 
 EXTERNAL_ENGINE_RULES: tuple[Rule, ...] = (
@@ -463,6 +515,7 @@ CONSISTENCY: tuple[Rule, ...] = (
     ),
     _max_replicas(GatewaySpec),
     _max_replicas(EngineSpec),
+    *COLOCATION_RULES,
     *EXTERNAL_ENGINE_RULES,
     *RETRIEVER_RULES,
     Rule(ResourcesSpec, "cpuLimit", _cpu_limit_at_least_request, NO_CEL_FOR_QUANTITIES),

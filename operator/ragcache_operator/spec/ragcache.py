@@ -522,8 +522,8 @@ class EngineSpec(ManifestModel):
     --flag=value. They can run code in the engine, read its files, publish prompts, or make stored
     KV wrong. Flags that the engine refuses or that RagCache sets are not allowed here either."""
     resources: ResourcesSpec = ResourcesSpec()
-    """Resource requests and limits of each engine pod. By default they follow from the model's
-    weights, kvMemory and hostTier."""
+    """Resource requests and limits of each engine's container. By default they follow from the
+    model's weights, kvMemory and hostTier."""
     pod_template: PodTemplateSpec | None = None
     """Additions to the pods of this group, such as the labels of nodes with much memory. They
     override those of spec.podTemplate."""
@@ -622,8 +622,15 @@ class CacheStoreSpec(ManifestModel):
     """CacheStoreSpec sets the cache store, which holds variants in a memory tier and a disk
     tier."""
 
+    placement: Literal["separate", "colocated"] = "separate"
+    """Where the shards run. separate: in pods of their own. colocated: one in each pod of the
+    engines, which reads its own shard through shared memory and the others over the network. All
+    shards are one pool, and an engine that goes takes its share of the variants along. A change
+    starts an empty pool. `ragcache up` runs one shard, which shares memory with all engines, for
+    both."""
     shards: Replicas = 1
-    """Number of cache store pods. The variants are distributed over them."""
+    """Number of cache store pods. The variants are distributed over them. With placement colocated
+    there are as many shards as engines."""
     memory: ByteQuantity = "1Gi"
     """Size of each shard's memory tier."""
     disk: StorageSpec = StorageSpec()
@@ -647,10 +654,11 @@ class CacheStoreSpec(ManifestModel):
     replication: ReplicationSpec = ReplicationSpec()
     """Replication of frequently read variants between shards."""
     resources: ResourcesSpec = ResourcesSpec()
-    """Resource requests and limits of each shard's pod. By default they follow from memory and
-    disk."""
+    """Resource requests and limits of each shard's container. By default they follow from memory
+    and disk."""
     pod_template: PodTemplateSpec | None = None
-    """Additions to the pods of the shards, which override those of spec.podTemplate."""
+    """Additions to the pods of the shards, which override those of spec.podTemplate. With placement
+    colocated the pods have those of their engines."""
 
     @property
     def memory_bytes(self) -> int:

@@ -17,6 +17,7 @@ from ragcache_operator.spec.cel import compile_cel
 
 ENFORCED_BY_SCHEMA = "the OpenAPI schema enforces it"
 NO_CEL_FOR_ITEMS = "the supported part of CEL compares no items of a list with each other"
+NO_CEL_FOR_METADATA = "the schema of an object has no fields of its metadata"
 NO_CEL_FOR_NAMES = "the name of a model may follow from its source"
 NO_CEL_FOR_QUANTITIES = "the operator compares quantities, which it also derives defaults from"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ragcache_core.cost.engine_memory import INSUFFICIENT_MEMORY_EXIT_CODE
@@ -262,14 +262,49 @@ def component_states(
     states = []
     for component in CONDITION_OF:
         own = [obj for obj in workloads if component_of(obj) == component]
+        of_component = [pod for pod in pods if component_of(pod) == component]
+        found = list(workload_states(own, live).values())
+        hosts = [] if own else [obj for obj in workloads if component in _containers(obj)]
+        if hosts:  # its containers are in the pods of another component
+            own = hosts
+            found = [_hosted_state(component, obj, live(obj), pods) for obj in hosts]
+            of_component = [
+                pod
+                for pod in pods
+                if component in _containers({"spec": {"template": pod}})
+                and not _is_container_ready(pod, component)
+            ]
         states.append(
             component_state(
                 component,
-                list(workload_states(own, live).values()),
-                [pod for pod in pods if component_of(pod) == component],
+                found,
+                of_component,
                 exists=all(live(obj) is not None for obj in own),
                 progress=progress,
                 waits=waits,
             )
         )
     return states
+
+
+def _containers(workload: Object) -> list[str]:
+    """Return the names of the containers in the pods of a workload."""
+    return [one["name"] for one in workload["spec"]["template"]["spec"].get("containers") or ()]
+
+
+def _hosted_state(
+    component: str, workload: Object, live: Object | None, pods: Sequence[Object]
+) -> WorkloadState:
+    """Return the state of the containers of a component in the pods of a workload."""
+    wanted = workload["spec"]["selector"]["matchLabels"].items()
+    ready = sum(
+        _is_container_ready(pod, component)
+        for pod in pods
+        if wanted <= (pod["metadata"].get("labels") or {}).items()
+    )
+    return replace(workload_state(workload["metadata"]["name"], live), ready=ready)
+
+
+def _is_container_ready(pod: Object, name: str) -> bool:
+    statuses = (pod.get("status") or {}).get("containerStatuses") or ()
+    return any(one["name"] == name and one.get("ready") for one in statuses)

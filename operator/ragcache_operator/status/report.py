@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragcache_operator.builders.keys import api_key_secret_name
-from ragcache_operator.builders.metadata import component_selectors, object_name
+from ragcache_operator.builders.metadata import component_selectors, engine_workload, object_name
 from ragcache_operator.builders.placement import ClusterPlacement
 from ragcache_operator.kube.resources import Object
 from ragcache_operator.status.component import WorkloadState
@@ -56,7 +56,7 @@ def accepted_status(
                 "readyReplicas": state.ready,
             }
             for one in cache.spec.engines
-            if (state := workloads.get(object_name(cache, f"engine-{one.name}"))) is not None
+            if (state := workloads.get(object_name(cache, engine_workload(one)))) is not None
         ],
         "enginesReady": f"{engine.ready}/{engine.wanted}",
         "retriever": {

@@ -85,6 +85,7 @@ def _open(
     options = StoreOptions(
         config.memory_bytes,
         config.disk_bytes,
+        owns_memory=config.owns_memory,
         policy=config.policy,
         admission=config.admission,
         leaves_only=config.reuse == "exact",

@@ -75,7 +75,7 @@ class Store:
         with contextlib.ExitStack() as resources:
             data = DataDir(folder)
             resources.callback(data.close)
-            self.memory_tier = MemoryTier(options.memory_bytes)
+            self.memory_tier = MemoryTier(options.memory_bytes, owns_pages=options.owns_memory)
             resources.callback(self.memory_tier.close)
             self.status_page = StatusPage()
             resources.callback(self.status_page.close)

@@ -151,6 +151,51 @@ def test_every_shard_stores_its_own_chunks_and_together_all(shards: list[ServedS
         assert {held.key for variants in found for held in variants.stored} == own != set()
 
 
+def test_engines_with_a_shard_beside_each_share_one_pool(tmp_path: Path) -> None:
+    """An engine sees the socket of the shard in its own pod alone."""
+    with ExitStack() as stack:
+        folders = [tmp_path / "0", tmp_path / "1"]
+        transports = ("shared", "socket")
+        shards = [
+            stack.enter_context(serving(folder, transports=transports, owns_memory=True))
+            for folder in folders
+        ]
+        addresses = [shard.address for shard in shards]
+        engines = []
+        for own, other in ((0, 1), (1, 0)):
+            path = folders[other] / "transport.sock"
+            hidden = path.rename(folders[other] / "in-another-pod")
+            engine = stack.enter_context(opened(*addresses))
+            engine.connect(TIMEOUT_S)
+            hidden.rename(path)
+            found = engine.transports()
+            assert (found[addresses[own]], found[addresses[other]]) == ("shared", "socket")
+            engines.append(engine)
+        first, second = engines
+        for wanted in KEYS:
+            put(first, wanted, raw_of(wanted))
+        assert values(second, KEYS) == [raw_of(wanted) for wanted in KEYS]
+        owners = RendezvousHash(addresses).owners([wanted.chunk for wanted in KEYS])
+        sizes = [
+            sum(len(raw_of(k)) for k, owner in zip(KEYS, owners, strict=True) if owner == address)
+            for address in addresses
+        ]
+        for shard, num_bytes in zip(shards, sizes, strict=True):
+            # One engine wrote or read each value through shared memory, the other one over TCP.
+            wanted_bytes = dict.fromkeys(transports, num_bytes)
+            wait_until(
+                lambda shard=shard, wanted_bytes=wanted_bytes: (  # type: ignore[misc]
+                    dict(shard.store.stats().bytes_by_transport) == wanted_bytes
+                )
+            )
+        # The pod of the first engine goes. Its share is lost, and no other value.
+        left = stack.enter_context(opened(addresses[1]))
+        assert values(left, KEYS) == [
+            raw_of(wanted) if owner == addresses[1] else Miss.NEVER_STORED
+            for wanted, owner in zip(KEYS, owners, strict=True)
+        ]
+
+
 def test_values_of_several_shards_land_where_the_caller_says(shards: list[ServedStore]) -> None:
     with opened(*(shard.address for shard in shards)) as store:
         for wanted in KEYS:

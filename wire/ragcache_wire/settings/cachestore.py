@@ -65,13 +65,18 @@ class CacheStoreSettings(PartSettings):
             Accepts(f"an absolute path of at most {_MAX_SOCKET_PATH_BYTES} bytes"),
         ]
         | None
-    ) = setting(None, internal="Only services on one machine share a folder.")
+    ) = setting(None, internal="The operator chooses the path. Clients need the same folder.")
     """Unix socket of the data transport over shared memory. Each process that can open it shares
     memory with the store. Without it, the store does not offer it."""
     data_dir: Path = setting(internal="The operator mounts the volume.")
     """Folder that the store owns. The store creates it when it is missing."""
     memory_bytes: _TierBytes = setting(spec="spec.cacheStore.memory")
     """Size of the memory tier. Its pages are taken as they are first written to, and kept."""
+    owns_memory: OnOff = setting(
+        False, internal="The operator sets it where engines share the memory of their pod's shard."
+    )
+    """Whether the store takes the pages of the memory tier itself before a client writes to them.
+    So they count for the memory limit of the store's container, and not for the client's."""
     disk_bytes: _TierBytes = setting(spec="spec.cacheStore.disk.size")
     """Size of the disk tier. The store leaves 64 MiB of the volume free besides."""
     disk_key_file: DiskKeyFile | None = setting(

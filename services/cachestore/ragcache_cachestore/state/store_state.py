@@ -52,6 +52,7 @@ class StoreOptions:
     Attributes:
         memory_bytes: Capacity of the memory tier, which is never exceeded.
         disk_bytes: Capacity of the disk tier, which is never exceeded.
+        owns_memory: Whether the store takes pages before its clients write to them.
         policy: Name of an eviction policy (``ragcache_core.eviction``).
         admission: Name of an admission policy for the disk tier.
         leaves_only: A parent outlives its children in a tier (``exact`` reuse).
@@ -65,6 +66,7 @@ class StoreOptions:
 
     memory_bytes: int
     disk_bytes: int
+    owns_memory: bool = False
     policy: str = DEFAULT_POLICY
     admission: str = "always"
     leaves_only: bool = False

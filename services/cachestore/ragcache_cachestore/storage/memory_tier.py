@@ -12,6 +12,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.storage.extents import Extent, ExtentAllocator
@@ -26,8 +27,12 @@ class MemoryTier:
         allocator: The used pages. The owner guards it.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, *, owns_pages: bool = False) -> None:
         """Map the memory.
+
+        Args:
+            owns_pages: Whether ``grow`` takes the pages of extents. Otherwise the first process
+                that writes to a page takes it, and its control group is charged for it.
 
         Raises:
             InvalidInput: The system does not give so much address space.
@@ -36,6 +41,8 @@ class MemoryTier:
         num_bytes = self.allocator.free_bytes
         self._grow_lock = threading.Lock()
         self._grown_bytes = 0
+        self._owns_pages = owns_pages
+        self._owned_bytes = 0
         fd = -1
         try:
             fd = os.memfd_create("ragcache-memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -63,7 +70,7 @@ class MemoryTier:
         The allocator hands out pages from the start of the tier, so it grows page by page.
         """
         end = max([extent.offset + extent.num_bytes for extent in extents], default=0)
-        if end <= self._grown_bytes:
+        if end <= self._grown_bytes and (end <= self._owned_bytes or not self._owns_pages):
             return
         with self._grow_lock:
             while self._grown_bytes < end:
@@ -71,6 +78,11 @@ class MemoryTier:
                 if not self._memory.make_huge(offset):
                     # There are no more huge pages. The kernel gives small pages on write.
                     self._grown_bytes = os.fstat(self.fd).st_size
+            if self._owns_pages and end > self._owned_bytes:
+                # Without memory for them, a client takes them when it writes.
+                with suppress(OSError):
+                    os.posix_fallocate(self.fd, self._owned_bytes, end - self._owned_bytes)
+                self._owned_bytes = end
 
     def close(self) -> None:
         """Unmap the memory. The system frees it when no client maps it any more."""

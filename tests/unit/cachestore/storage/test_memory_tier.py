@@ -43,6 +43,15 @@ def test_only_written_pages_take_memory() -> None:
     memory_tier.close()
 
 
+def test_a_tier_that_owns_its_pages_takes_them_before_they_are_written() -> None:
+    memory_tier = MemoryTier(16 * PAGE_BYTES, owns_pages=True)  # below the size of a huge page
+    for first, last in ((0, 2), (1, 2), (5, 7)):
+        extents = [Extent(page * PAGE_BYTES, PAGE_BYTES) for page in range(first, last)]
+        memory_tier.grow(extents)
+        assert os.fstat(memory_tier.fd).st_blocks * 512 == last * PAGE_BYTES
+    memory_tier.close()
+
+
 def test_it_grows_and_keeps_written_bytes() -> None:
     memory_tier = MemoryTier(5 * HUGE_BYTES + PAGE_BYTES)
     first, second = (Extent(0, HUGE_BYTES),), (Extent(HUGE_BYTES, HUGE_BYTES + PAGE_BYTES),)

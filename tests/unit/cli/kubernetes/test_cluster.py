@@ -311,6 +311,25 @@ def test_a_container_has_a_log_once_it_has_started() -> None:
     assert waits_for(unscheduled) == "Unschedulable: 0/1 nodes are available"
 
 
+def test_a_colocated_shard_is_chosen_by_its_container() -> None:
+    running: list[Object] = [
+        {"name": name, "restartCount": 0, "state": {"running": {}}}
+        for name in ("engine", "cachestore")
+    ]
+    both = pod(*running, **{"app.kubernetes.io/component": "engine"})
+    both["spec"] = {"containers": [{"name": one["name"]} for one in running]}
+    chosen = {
+        part: [run.container for run in runs(both, part)]
+        for part in (None, "engine", "cachestore", "gateway")
+        if is_meant(both, part)
+    }
+    assert chosen == {
+        None: ["engine", "cachestore"],
+        "engine": ["engine"],
+        "cachestore": ["cachestore"],
+    }
+
+
 def test_pods_are_chosen_by_component_or_by_engine() -> None:
     labels = {"app.kubernetes.io/component": "engine", "ragcache.dev/engine": "main"}
     engine = pod(**labels)

@@ -434,3 +434,25 @@ def test_the_keda_example_scales_engines_whose_metrics_are_scraped() -> None:
     labels_ = target["spec"]["template"]["metadata"]["labels"]
     [monitor] = kinds_of(children, "PodMonitor")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= labels_.items()
+
+
+def test_colocated_shards_are_reached_in_the_pods_of_engines() -> None:
+    children = build(engines=ENGINES, cacheStore={"placement": "colocated"})
+    policies = kinds_of(children, "NetworkPolicy")
+    assert {one["metadata"]["name"] for one in policies} == {
+        f"docs-{part}" for part in ("default-deny", "gateway", "retriever", "engine", "sync")
+    }
+    pods = {pod.name: pod for pod in pods_of(children)}
+    assert pods.keys() == {"gateway", "retriever", "engine-a", "engine-b"}
+    open_ = {
+        (source.name, target.name, port)
+        for source, target in permutations([*pods.values(), OPERATOR, PROMETHEUS, STRANGER], 2)
+        for port in (50051, 50052, 50053, 8081, 9464)
+        if target.name.startswith("engine-") and may_talk(policies, source, target, port)
+    }
+    assert open_ == {
+        *(("gateway", f"engine-{one}", port) for one in "ab" for port in (50051, 50053)),
+        *(("prometheus", f"engine-{one}", port) for one in "ab" for port in (8081, 9464)),
+        *(("operator", f"engine-{one}", 8081) for one in "ab"),
+        *((f"engine-{a}", f"engine-{b}", port) for a, b in ("ab", "ba") for port in (50052, 50053)),
+    }

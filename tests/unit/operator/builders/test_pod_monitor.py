@@ -11,9 +11,9 @@ from ragcache_operator.builders.pod_monitor import PORTS
 from tests.kit.operator import build, kinds_of, make_cache, workloads_of
 
 
-def test_every_pod_has_exactly_one_port_that_the_monitor_scrapes() -> None:
-    children = build()
-    [monitor] = kinds_of(children, "PodMonitor")
+def test_every_container_has_exactly_one_port_that_the_monitor_scrapes() -> None:
+    children = [*build(), *build(cacheStore={"placement": "colocated"})]
+    monitor, _ = kinds_of(children, "PodMonitor")
     assert [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]] == list(PORTS)
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
     workloads = workloads_of(children)
@@ -23,8 +23,8 @@ def test_every_pod_has_exactly_one_port_that_the_monitor_scrapes() -> None:
     for workload in workloads:
         template = workload["spec"]["template"]
         assert wanted <= template["metadata"]["labels"].items()
-        [container] = template["spec"]["containers"]
-        assert sum(port["name"] in PORTS for port in container["ports"]) == 1
+        for container in template["spec"]["containers"]:
+            assert sum(port["name"] in PORTS for port in container["ports"]) == 1
 
 
 def test_no_monitor_is_made_where_it_is_disabled_or_unknown() -> None:

@@ -57,6 +57,16 @@ PART_POLICIES = " ".join(
 HUB_POLICIES = "NetworkPolicy/gateway NetworkPolicy/retriever NetworkPolicy/engine"
 PROXY_POLICIES = f"{HUB_POLICIES} NetworkPolicy/cachestore NetworkPolicy/sync"
 
+COLOCATION = " ".join(
+    (
+        *(f"{kind}/cachestore" for kind in ("ServiceAccount", "PodDisruptionBudget")),
+        *(STORE, "Service/cachestore-shards", "Service/engine-main-shards", "ConfigMap/members"),
+        *(ENGINE, "StatefulSet/engine-main"),
+        *(f"NetworkPolicy/{part}" for part in ("gateway", "engine", "cachestore")),
+    )
+)
+"""What is made or removed when the shards move beside the engines."""
+
 ISSUER = {
     "name": "id",
     "issuer": "https://one.example.com:8443",
@@ -170,6 +180,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "engines.resources.memoryLimit": ("8Gi", ENGINE, ""),
     "engines.autoscaling.maxReplicas": (5, "", f"{ENGINE} {ENGINE_SCALER}"),
     "engines.autoscaling.queueDepth": (5, "", ENGINE_SCALER),
+    "cacheStore.placement": ("colocated", "", COLOCATION),
     "cacheStore.shards": (2, "", f"{STORE} ConfigMap/members"),
     "cacheStore.memory": ("2Gi", STORE, ""),
     "cacheStore.disk.size": ("2Gi", STORE, ""),
@@ -271,6 +282,8 @@ for field, value in {
 def base_of(path: str) -> Object:
     spec = deepcopy(WHOLE)
     change_gateway(path, spec["gateway"])
+    if path == "cacheStore.placement":
+        del spec["engines"][0]["autoscaling"]
     if path.startswith("cacheStore.encryption"):
         spec.setdefault("cacheStore", {})["encryption"] = {"secretRef": {"name": "one"}}
     if path.startswith("cacheStore.precision"):

@@ -13,6 +13,7 @@ from ragcache_operator.spec.rules import CLUSTER_RULES, UPDATE_RULES, find_probl
 from ragcache_operator.spec.validation import (
     ENFORCED_BY_SCHEMA,
     NO_CEL_FOR_ITEMS,
+    NO_CEL_FOR_METADATA,
     NO_CEL_FOR_NAMES,
     NO_CEL_FOR_QUANTITIES,
     Rule,
@@ -33,6 +34,7 @@ EVERY: list[Rule] = [*RULES, *UPDATE_RULES]
 REJECTED_BY_WITHOUT_CEL = {
     ENFORCED_BY_SCHEMA: RejectedBy.SCHEMA,
     NO_CEL_FOR_ITEMS: RejectedBy.OPERATOR,
+    NO_CEL_FOR_METADATA: RejectedBy.OPERATOR,
     NO_CEL_FOR_NAMES: RejectedBy.OPERATOR,
     NO_CEL_FOR_QUANTITIES: RejectedBy.OPERATOR,
 }

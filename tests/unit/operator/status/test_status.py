@@ -18,6 +18,7 @@ from ragcache_operator.status.component import (
     ComponentState,
     WorkloadState,
     component_state,
+    component_states,
     workload_state,
 )
 from ragcache_operator.status.conditions import (
@@ -40,6 +41,7 @@ from ragcache_operator.status.conditions import (
     refused_conditions,
     self_test_of,
 )
+from tests.kit.operator import build, workloads_of
 
 NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
 PASSED = SelfTest(True, "Answered", "answered", 1)
@@ -436,3 +438,42 @@ def test_fast_engines_need_no_condition() -> None:
 
 def test_without_blends_there_is_no_such_condition() -> None:
     assert find(conditions_of(all_ready(), PASSED, 1, (), NOW), BLEND_VERIFIED) is None
+
+
+def test_colocated_shards_are_counted_by_their_containers() -> None:
+    """A model that loads leaves the shard beside it ready."""
+    desired = build(cacheStore={"placement": "colocated"}, engines=[{"replicas": 2}])
+    live = {
+        one["metadata"]["name"]: {
+            **one,
+            "status": {"readyReplicas": 0, "currentReplicas": 2, "replicas": 2},
+        }
+        for one in workloads_of(desired)
+    }
+    engine = live["docs-engine-main"]["spec"]["template"]
+    running: dict[str, Any] = {"state": {"running": {}}}
+
+    def engine_pod(index: int, *, shard_ready: bool) -> dict[str, Any]:
+        found = pod(f"docs-engine-main-{index}")
+        found["metadata"]["labels"] = engine["metadata"]["labels"]
+        found["spec"] = engine["spec"]
+        found["status"]["containerStatuses"] = [
+            {"name": "engine", "ready": False, **running},
+            {"name": "cachestore", "ready": shard_ready, **running},
+        ]
+        return found
+
+    def states(*shards_ready: bool) -> dict[str, ComponentState]:
+        pods = [engine_pod(i, shard_ready=one) for i, one in enumerate(shards_ready)]
+        found = component_states(desired, lambda obj: live[obj["metadata"]["name"]], pods, {}, {})
+        return {one.component: one for one in found}
+
+    both = states(True, True)
+    assert (both["cachestore"].ready, both["cachestore"].wanted) == (2, 2)
+    assert (both["cachestore"].available, both["cachestore"].reason) == (True, READY)
+    assert (both["engine"].ready, both["engine"].reason) == (0, "LoadingModel")
+    one = states(True, False)["cachestore"]
+    assert (one.ready, one.reason) == (1, DEGRADED)
+    assert "docs-engine-main-1" in one.message
+    none = states(False, False)["cachestore"]
+    assert (none.available, none.reason) == (False, "Starting")
