@@ -56,7 +56,6 @@ from ragcache_core.identity.variant import Precision, ValueShape
 from ragcache_core.tiering.precision_assignment import (
     AccessObservation,
     DecayedCounts,
-    FixedAssignment,
     HaRagAssignment,
     Placement,
 )
@@ -163,7 +162,7 @@ def make_arms(observed: list[AccessObservation[int]], grades: tuple[Grade, ...])
     for one in observed:
         taken[placement[one.key]] += round(one.native_bytes * sizes[precision[one.key]])
     memory = MemoryBudget(taken[Placement.GPU], taken[Placement.PINNED], taken[Placement.PAGEABLE])
-    native, on_disk = FixedAssignment(), dict.fromkeys(placement, Placement.DISK)
+    native, on_disk = HaRagAssignment((Precision(),), ()), dict.fromkeys(placement, Placement.DISK)
     native_precision = native.assign_precisions(observed)
     score = ScoreAssignment(grades, read_error(observed, precision, grades), memory)
     return [

@@ -58,7 +58,7 @@ SPECS: dict[str, Object] = {
             "disk": {"size": "1e10", "className": "fast"},
             "policy": "pgdsf",
             "admission": "secondTouch",
-            "precision": {"key": "packed"},
+            "precision": {"grades": [{"key": "packed"}]},
             "replication": {"enabled": False},
         },
         "telemetry": {"otlp": {"endpoint": "http://collector.monitoring:4318"}},

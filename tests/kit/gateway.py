@@ -902,7 +902,7 @@ class World:
             "num_questions": 20,
         }
         report = {
-            "version": 1,
+            "version": 2,
             "model": state["model"],
             "space": state["space"],
             "template": state["template"],

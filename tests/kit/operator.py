@@ -223,7 +223,9 @@ _store = _maybe(
     disk=_maybe(size=_store_bytes, className=_names),
     policy=st.sampled_from(["score", "lru"]),
     admission=st.sampled_from(["always", "secondTouch"]),
-    precision=_maybe(key=st.just("packed"), value=st.just("packed")),
+    precision=st.sampled_from(
+        [{}, {"grades": [{"share": 0.2}, {"key": "packed"}]}, {"scheme": "score"}]
+    ),
     replication=_maybe(enabled=st.booleans()),
     resources=_resources,
 )

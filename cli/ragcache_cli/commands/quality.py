@@ -32,7 +32,7 @@ from ragcache_cli.commands.options import (
 )
 from ragcache_cli.output.console import counting_bar, make_console, print_json
 from ragcache_core.errors import InvalidInput
-from ragcache_core.quality.report import MIN_QUESTIONS, BudgetQuality, QualityReport
+from ragcache_core.quality.report import MIN_QUESTIONS, NATIVE, BudgetQuality, QualityReport
 from ragcache_core.quality.similarity import first_token_kl, rouge_l, words
 
 MAX_QUESTION_CHARS = 2000
@@ -207,7 +207,8 @@ def quality_command(
         return report, await client.put_quality_report(report.to_json())
 
     report, state = gateway.call(run)
-    body = {**report.to_json(), "verdict": state["verdict"]}
+    verdicts = {name: state[name] for name in ("verdict", "lossy_verdict")}
+    body = {**report.to_json(), **verdicts}
     if out is not None:
         out.write_text(json.dumps(body, indent=2) + "\n")
     if output == "json":
@@ -217,7 +218,9 @@ def quality_command(
         max_share = float(state["max_recompute_share"])
         console.print(report_table(report, max_share))
         console.print(summary(report, max_share, str(state["verdict"])))
-    if state["verdict"] != "passed":
+        if state["lossy_verdict"] is not None:
+            console.print(lossy_summary(state["lossy_precisions"], str(state["lossy_verdict"])))
+    if {*verdicts.values()} - {"passed", None}:
         raise typer.Exit(FAILED)
 
 
@@ -246,7 +249,7 @@ class _Sums:
         self.blended_tokens += cache["blended_tokens"]
         self.recomputed_tokens += cache.get("recomputed_tokens") or 0
 
-    def result(self, share: float) -> BudgetQuality:
+    def result(self, share: float, precision: str) -> BudgetQuality:
         count = len(self.rouge_l)
         return BudgetQuality(
             recompute_share=share,
@@ -256,6 +259,7 @@ class _Sums:
             recomputed_share=min(1.0, self.recomputed_tokens / max(1, self.blended_tokens)),
             blended_share=min(1.0, self.blended_tokens / max(1, self.prompt_tokens)),
             num_questions=count,
+            precision=precision,
         )
 
 
@@ -297,7 +301,8 @@ async def measure(
     """
     shares, state = options.shares, await gateway.quality(options.model)
     computed_ahead = bool(state["precompute"]) and state["reuse"] == "blend"
-    total = len(questions) * (1 + len(shares) + (not computed_ahead))
+    precisions = (NATIVE, *state["lossy_precisions"])
+    total = len(questions) * (1 + len(shares) * len(precisions) + (not computed_ahead))
     done = 0
 
     def count() -> None:
@@ -314,12 +319,14 @@ async def measure(
                 if error.status != 400:
                     raise  # otherwise nothing was found for this question
             count()
-    sums = {share: _Sums() for share in shares}
+    sums = {(share, name): _Sums() for share in shares for name in precisions}
     for question in questions:
         full = await gateway.complete(_body(question, options, {"reuse": "off", "trial": True}))
         count()
-        for share, one in sums.items():
+        for (share, name), one in sums.items():
             extension = {"reuse": "blend", "max_recompute_share": share, "trial": True}
+            if name != NATIVE:
+                extension["precision"] = name
             one.add(full, await gateway.complete(_body(question, options, extension)))
             count()
     wanted = options.quality
@@ -332,14 +339,21 @@ async def measure(
         created_at=_now(),
         capture="ahead" if computed_ahead else "on demand",
         wanted_quality=wanted,
-        budgets=tuple(one.result(share) for share, one in sorted(sums.items())),
+        budgets=tuple(one.result(*which) for which, one in sorted(sums.items())),
     )
 
 
 def report_table(report: QualityReport, max_share: float) -> Table:
     """Return what each recompute share kept, as a table."""
     table = Table(box=None, pad_edge=False)
-    for name in ("recomputed at most", "ROUGE-L", "same answers", "first-token KL", "recomputed"):
+    for name in (
+        "recomputed at most",
+        "stored as",
+        "ROUGE-L",
+        "same answers",
+        "first-token KL",
+        "recomputed",
+    ):
         table.add_column(name, justify="right")
     table.add_column("of tokens blended", justify="right")
     table.add_column("questions", justify="right")
@@ -349,6 +363,7 @@ def report_table(report: QualityReport, max_share: float) -> Table:
         allowed = one.recompute_share <= max_share
         table.add_row(
             f"{one.recompute_share:.0%}",
+            one.precision,
             Text(f"{one.rouge_l:.3f}", style="green" if good else "red"),
             f"{one.same_answers:.0%}",
             kl,
@@ -373,6 +388,17 @@ def summary(report: QualityReport, max_share: float, verdict: str) -> str:
             f"for a share of at most {max_share:.0%}; pass more with --questions or --count"
         )
     return f"failed: no share up to {max_share:.0%} keeps {wanted}; use exact reuse, or allow more"
+
+
+def lossy_summary(precisions: Sequence[str], verdict: str) -> str:
+    """Return one line that says whether the platform uses values that lost precision."""
+    names = ", ".join(precisions)
+    if verdict == "passed":
+        return f"passed: blends use values that are stored as {names}"
+    return (
+        f"{verdict}: values that are stored as {names} are computed again; set finer codecs in "
+        "cacheStore.precision, or allow more recomputation"
+    )
 
 
 def _body(question: str, options: Measurement, extension: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,10 @@ from typing import Final
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
 
 TAG_BYTES: Final = 16
-"""Length of a value's authentication tag."""
+"""Length of the authentication tag of a value in one precision."""
+
+_CODE_BYTES: Final = 1
+_MAX_ENCODINGS: Final = 4
 
 
 class Codec(StrEnum):
@@ -60,6 +63,71 @@ class Precision:
 
     def __str__(self) -> str:
         return self.key.value if self.key == self.value else f"{self.key}/{self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionUse:
+    """Which stored values a request may blend.
+
+    Attributes:
+        lossy: Also those that a store has re-encoded with a loss. Otherwise the engine computes
+            them.
+        rounding: Of a trial: the engine gives the lossless values that it loads this precision, as
+            a store would. None: it leaves them as they are.
+    """
+
+    lossy: bool = False
+    rounding: Precision | None = None
+
+    def allows(self, precision: Precision) -> bool:
+        """Tell whether a value that is stored in this precision may be used."""
+        return precision.lossless or self.lossy or precision == self.rounding
+
+
+LOSSLESS: Final = PrecisionUse()
+
+_CODECS: Final = tuple(Codec)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTags:
+    """The tags of one value: as it was put, and in each precision that the store may give it.
+
+    The store keeps them as bytes, since it has no key to make others: the first tag, and then the
+    code of a precision and its tag, for each further one.
+    """
+
+    put: bytes
+    encodings: tuple[tuple[Precision, bytes], ...] = ()
+
+    def of(self, precision: Precision) -> bytes:
+        """Return the tag of the value in a precision, which is the put one if no other is."""
+        return dict(self.encodings).get(precision, self.put)
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes that ``from_bytes`` reads."""
+        packed = [self.put]
+        for precision, tag in self.encodings:
+            key, value = _CODECS.index(precision.key), _CODECS.index(precision.value)
+            packed += [bytes([len(_CODECS) * key + value]), tag]
+        return b"".join(packed)
+
+    @classmethod
+    def from_bytes(cls, packed: bytes) -> ValueTags:
+        """Parse the tags of a value. Raises ValueError; no bytes are no tags."""
+        if not packed:
+            return cls(b"")
+        count, rest = divmod(len(packed) - TAG_BYTES, _CODE_BYTES + TAG_BYTES)
+        if rest or not 0 <= count <= _MAX_ENCODINGS:
+            raise ValueError(f"{len(packed)} bytes are no tags of a value")
+        encodings = []
+        for start in range(TAG_BYTES, len(packed), _CODE_BYTES + TAG_BYTES):
+            key, value = divmod(packed[start], len(_CODECS))
+            if key >= len(_CODECS):
+                raise ValueError(f"{packed[start]} is no code of a precision")
+            tag = packed[start + _CODE_BYTES : start + _CODE_BYTES + TAG_BYTES]
+            encodings.append((Precision(_CODECS[key], _CODECS[value]), tag))
+        return cls(packed[:TAG_BYTES], tuple(encodings))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,10 @@ from urllib.parse import quote
 from ragcache_core.access.reader import NO_READER, Reader
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey
+from ragcache_core.identity.variant import LOSSLESS, Precision, PrecisionUse
 from ragcache_core.store_api import MAX_NAME_CHARS
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 MAX_SEGMENTS = 4096
 DOMAIN_MAX_CHARS = 128
 MAX_ALPHA = 1e6
@@ -40,6 +41,9 @@ NO_REUSE: Final = "off"
 A gateway sends it where it has no token ids of the prompt, which a signed plan needs. It is not
 signed, because it gives a client access to nothing.
 """
+
+
+_ROUNDING: Final = "ragcache.rounding"
 
 
 class Action(StrEnum):
@@ -63,7 +67,7 @@ class Handoff(StrEnum):
 _ACTIONS: Final = tuple(Action)
 _CODES: Final = {action: code for code, action in enumerate(_ACTIONS)}
 _PREFILL, _TRIAL, _HAS_ALPHA, _DECODE, _READS_ALL, _OWN_HEAD = 1, 2, 4, 8, 16, 32
-_FLAGS: Final = 63
+_LOSSY, _ROUNDS = 64, 128
 
 # Little-endian without padding. The texts follow their lengths in UTF-8.
 # Version, flags, planned_at_ms, recompute_share, alpha, handoff_wait_s.
@@ -115,6 +119,7 @@ class ReusePlan:
             estimates, and blends even where computing is faster. Used to measure the quality of a
             blend.
         reader: Who asks. It decides which variants a blend may use. The default has no rights.
+        precision: Which values a blend may use, by how they are stored.
         num_head: How many of the first segments are no documents.
         own_head: Whether these have text of who asks, and not of the platform alone.
     """
@@ -128,6 +133,7 @@ class ReusePlan:
     handoff_wait_s: float = 0.0
     alpha: float | None = None
     trial: bool = False
+    precision: PrecisionUse = LOSSLESS
     reader: Reader = NO_READER
     num_head: int = 0
     own_head: bool = True
@@ -145,6 +151,7 @@ class ReusePlan:
         """
         documents = dict.fromkeys(one.document for one in self.segments if one.document)
         indexes = {"": 0} | {name: index for index, name in enumerate(documents, 1)}
+        rounding = self.precision.rounding
         flags = (
             _PREFILL * (self.handoff is Handoff.PREFILL)
             | _DECODE * (self.handoff is Handoff.DECODE)
@@ -152,6 +159,8 @@ class ReusePlan:
             | _HAS_ALPHA * (self.alpha is not None)
             | _READS_ALL * self.reader.reads_all
             | _OWN_HEAD * self.own_head
+            | _LOSSY * self.precision.lossy
+            | _ROUNDS * (rounding is not None)
         )
         try:
             packed = [
@@ -165,6 +174,7 @@ class ReusePlan:
                 ),
                 _READER.pack(self.reader.rights, self.reader.key, self.num_head),
                 *map(_pack_text, (self.request, self.domain)),
+                *([] if rounding is None else [_pack_text(str(rounding))]),
                 _COUNTS.pack(len(documents), len(self.segments)),
                 *map(_pack_text, documents),
                 *(
@@ -191,10 +201,11 @@ class ReusePlan:
             raise InvalidInput("ragcache.v", f"is {version}", f"send version {PLAN_VERSION}")
         _, flags, planned_at_ms, recompute_share, alpha, wait_s = reader.unpack(_HEAD)
         parts = flags & (_PREFILL | _DECODE)
-        if flags & ~_FLAGS or parts == _PREFILL | _DECODE:
+        if parts == _PREFILL | _DECODE:
             raise InvalidInput("ragcache.flags", f"are {flags}", "set those of this version")
         rights, key, num_head = reader.unpack(_READER)
         request, domain = reader.text("ragcache.request"), reader.text("ragcache.domain")
+        rounding = _precision(reader.text(_ROUNDING)) if flags & _ROUNDS else None
         num_documents, num_segments = reader.unpack(_COUNTS)
         if num_segments > MAX_SEGMENTS or num_documents > num_segments:
             raise InvalidInput(
@@ -210,6 +221,8 @@ class ReusePlan:
             raise InvalidInput(
                 "ragcache.trial", "is set, but a trial stores nothing", "leave out the handoff"
             )
+        if rounding is not None and not trial:
+            raise InvalidInput(_ROUNDING, "is set without trial", "measure quality with it only")
         return cls(
             request=_short_text("ragcache.request", request),
             domain=_domain("ragcache.domain", domain),
@@ -220,6 +233,7 @@ class ReusePlan:
             handoff_wait_s=_in_range("ragcache.handoff_wait_s", wait_s, MAX_HANDOFF_WAIT_S),
             alpha=_in_range("ragcache.alpha", alpha, MAX_ALPHA) if flags & _HAS_ALPHA else None,
             trial=trial,
+            precision=PrecisionUse(bool(flags & _LOSSY), rounding),
             reader=Reader(rights, key, bool(flags & _READS_ALL)),
             num_head=num_head,
             own_head=bool(flags & _OWN_HEAD),
@@ -319,6 +333,13 @@ def _segments(packed: bytes, documents: Sequence[str]) -> tuple[Segment, ...]:
         position = end
         segments.append(Segment(chunk, start, end, _ACTIONS[code], documents[document]))
     return tuple(segments)
+
+
+def _precision(text: str) -> Precision:
+    try:
+        return Precision.parse(text)
+    except ValueError as error:
+        raise InvalidInput(_ROUNDING, f"is wrong: {error}", "name codecs") from error
 
 
 def _unix_ms(path: str, value: int) -> int:

@@ -1,21 +1,23 @@
 """Reports of a quality measurement on the served model, and the verdict that follows from them.
 
 ``ragcache quality`` answers questions in full and as blends with several recompute shares. A report
-has what each share kept. It is valid for one model, tokenizer and chat template: KV of another one
-says nothing about it.
+has what each share kept, of values in each precision that the stores use. It is valid for one
+model, tokenizer and chat template: KV of another one says nothing about it.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.variant import Precision
 
-REPORT_VERSION = 1
+REPORT_VERSION = 2
 
 DEFAULT_WANTED_QUALITY = 0.9
 """ROUGE-L F1 with full computation that blends should reach where no target is set."""
@@ -23,7 +25,9 @@ DEFAULT_WANTED_QUALITY = 0.9
 MIN_QUESTIONS = 8
 """A report of fewer questions proves nothing."""
 
-MAX_BUDGETS = 64
+MAX_BUDGETS = 320
+
+NATIVE: Final = str(Precision())
 
 
 class Verdict(StrEnum):
@@ -47,6 +51,7 @@ class BudgetQuality:
         recomputed_share: The share of blended tokens that was recomputed.
         blended_share: The share of prompt tokens that was blended.
         num_questions: Questions that were blended.
+        precision: Of the blended values; "native" stands for all lossless ones.
     """
 
     recompute_share: float
@@ -56,6 +61,7 @@ class BudgetQuality:
     recomputed_share: float
     blended_share: float
     num_questions: int
+    precision: str = NATIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,32 +90,48 @@ class QualityReport:
         """Whether it was measured with this KV space and template."""
         return (self.space, self.template) == (space, template)
 
-    def least_share(self, wanted_quality: float, max_share: float) -> float | None:
+    def least_share(
+        self, wanted_quality: float, max_share: float, lossy: Sequence[Precision] = ()
+    ) -> float | None:
         """Return the least recompute share up to max_share that keeps the wanted quality.
 
         More recomputation makes answers worse only by chance. So a share counts only if no larger
         measured one up to max_share misses the quality.
+
+        Args:
+            wanted_quality: ROUGE-L F1 with full computation.
+            max_share: Most that may be recomputed.
+            lossy: Precisions that values may have. Each has to keep the quality.
         """
         found = None
-        for budget in sorted(self.budgets, key=lambda one: one.recompute_share, reverse=True):
-            if budget.recompute_share > max_share or budget.num_questions < MIN_QUESTIONS:
-                continue
-            if budget.rouge_l < wanted_quality:
+        measured = self._measured(max_share, lossy)
+        for share in sorted(measured, reverse=True):
+            if measured[share] < wanted_quality:
                 break
-            found = budget.recompute_share
+            found = share
         return found
 
-    def verdict(self, wanted_quality: float, max_share: float) -> Verdict:
-        """Judge blends that may recompute up to max_share."""
-        usable = [
-            one
-            for one in self.budgets
-            if one.recompute_share <= max_share and one.num_questions >= MIN_QUESTIONS
-        ]
-        if not usable:
+    def verdict(
+        self, wanted_quality: float, max_share: float, lossy: Sequence[Precision] = ()
+    ) -> Verdict:
+        """Judge blends that may recompute up to max_share, of values in these precisions."""
+        if not self._measured(max_share, lossy):
             return Verdict.UNVERIFIED
-        passed = self.least_share(wanted_quality, max_share) is not None
+        passed = self.least_share(wanted_quality, max_share, lossy) is not None
         return Verdict.PASSED if passed else Verdict.FAILED
+
+    def _measured(self, max_share: float, lossy: Sequence[Precision]) -> dict[float, float]:
+        """Return the worst ROUGE-L of each share that was measured in every precision."""
+        found: dict[float, dict[str, float]] = defaultdict(dict)
+        for one in self.budgets:
+            if one.recompute_share <= max_share and one.num_questions >= MIN_QUESTIONS:
+                found[one.recompute_share][one.precision] = one.rouge_l
+        wanted = {NATIVE, *map(str, lossy)}
+        return {
+            share: min(kept[name] for name in wanted)
+            for share, kept in found.items()
+            if wanted <= kept.keys()
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON object, which ``from_json`` reads."""
@@ -159,7 +181,7 @@ class QualityReport:
             created_at=_text("report.created_at", report.get("created_at")),
             capture=capture,
             wanted_quality=_share("report.wanted_quality", report.get("wanted_quality")),
-            budgets=tuple(sorted(parsed, key=lambda one: one.recompute_share)),
+            budgets=tuple(sorted(parsed, key=lambda one: (one.recompute_share, one.precision))),
         )
 
 
@@ -177,7 +199,15 @@ def _budget(path: str, value: object) -> BudgetQuality:
         recomputed_share=_share(f"{path}.recomputed_share", budget.get("recomputed_share")),
         blended_share=_share(f"{path}.blended_share", budget.get("blended_share")),
         num_questions=count,
+        precision=_precision(f"{path}.precision", budget.get("precision", NATIVE)),
     )
+
+
+def _precision(path: str, value: object) -> str:
+    try:
+        return str(Precision.parse(_text(path, value)))
+    except ValueError as error:
+        raise InvalidInput(path, f"is {value!r}: {error}", "name codecs, like int8") from error
 
 
 def _mapping(path: str, value: object) -> Mapping[str, Any]:

@@ -1,13 +1,13 @@
 """How often variants are read, and the precision and the memory that each gets for it.
 
 An assignment sees all variants at once and returns the precision and memory of each. This module
-has the interface, HA-RAG's algorithms, and a fixed assignment. Lost precision cannot be restored,
-so ``decide_re_encoding`` tells which re-encodings a stored value allows: always to a coarser codec,
-never to a finer one.
+has the interface and HA-RAG's algorithms. Lost precision cannot be restored, so only lossless
+values are re-encoded (``decide_re_encoding``).
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -109,15 +109,16 @@ def rank_by_accesses(observations: Sequence[AccessObservation[K]]) -> list[K]:
     return [one.key for one in hottest_first]
 
 
-def split_by_percent(keys: Sequence[K], percents: Sequence[int]) -> list[Sequence[K]]:
-    """Split a ranking into groups of percents of its length, each rounded down, and the rest.
+def split_by_share(keys: Sequence[K], shares: Sequence[float]) -> list[Sequence[K]]:
+    """Split a ranking into groups of shares of its length, each rounded down, and the rest.
 
-    These are the bounds of Algorithms 1 and 2: idx_i = percent_i n + idx_(i-1).
+    These are the bounds of Algorithms 1 and 2: idx_i = tau_i n + idx_(i-1).
     """
     groups = []
     start = 0
-    for percent in percents:
-        end = start + len(keys) * percent // 100
+    for share in shares:
+        # 0.29 * 100 is a little less than 29.
+        end = start + math.floor(len(keys) * share + 1e-9)
         groups.append(keys[start:end])
         start = end
     return [*groups, keys[start:]]
@@ -127,20 +128,20 @@ def split_by_percent(keys: Sequence[K], percents: Sequence[int]) -> list[Sequenc
 class RankPlacement:
     """The lists of HA-RAG's Algorithm 2: most accessed in GPU memory, then pinned, then pageable.
 
-    The percents are of all variants; the defaults are those of section III-B2. As printed, the
+    The shares are of all variants; the defaults are those of section III-B2. As printed, the
     algorithm cuts PIN_LIST by tau_PAGE and PAGE_LIST by tau_PIN; here each list has its own
     threshold. Its queues (least recently used where a list does not fit) are left to the tiers.
     """
 
-    gpu_percent: int = 5
-    pinned_percent: int = 5
-    pageable_percent: int = 10
+    gpu_share: float = 0.05
+    pinned_share: float = 0.05
+    pageable_share: float = 0.1
 
     def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
         """Return the memory of each variant by its rank."""
-        groups = split_by_percent(
+        groups = split_by_share(
             rank_by_accesses(observations),
-            (self.gpu_percent, self.pinned_percent, self.pageable_percent),
+            (self.gpu_share, self.pinned_share, self.pageable_share),
         )
         return {key: memory for memory, keys in zip(Placement, groups, strict=True) for key in keys}
 
@@ -166,39 +167,23 @@ class HaRagAssignment(PrecisionAssignment):
 
     Attributes:
         schemes: Precisions for the groups, most accessed first.
-        percents: tau_1 to tau_3. The rest gets the last scheme.
+        shares: tau of each scheme but the last one, which the rest gets.
         placement: Algorithm 2.
     """
 
-    schemes: tuple[Precision, Precision, Precision, Precision] = HA_RAG_SCHEMES
-    percents: tuple[int, int, int] = (10, 10, 10)
+    schemes: tuple[Precision, ...] = HA_RAG_SCHEMES
+    shares: tuple[float, ...] = (0.1, 0.1, 0.1)
     placement: RankPlacement = RankPlacement()
 
     def assign_precisions(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
         """Apply Algorithm 1."""
-        groups = split_by_percent(rank_by_accesses(observations), self.percents)
+        groups = split_by_share(rank_by_accesses(observations), self.shares)
         return {
             key: scheme for scheme, keys in zip(self.schemes, groups, strict=True) for key in keys
         }
 
     def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
         """Apply Algorithm 2."""
-        return self.placement.assign_placements(observations)
-
-
-@dataclass(frozen=True, slots=True)
-class FixedAssignment(PrecisionAssignment):
-    """One precision for all variants; placement by rank."""
-
-    precision: Precision = NATIVE
-    placement: RankPlacement = RankPlacement()
-
-    def assign_precisions(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:
-        """Return the same precision for each variant."""
-        return dict.fromkeys((one.key for one in observations), self.precision)
-
-    def assign_placements(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Placement]:
-        """Apply Algorithm 2 of HA-RAG."""
         return self.placement.assign_placements(observations)
 
 
@@ -212,9 +197,6 @@ FINEST_FIRST = (
     Codec.INT4,
 )
 """Lossy codecs by the mean error that ``bench/codecs.py`` measures on KV of the bundled model."""
-
-BITS = {Codec.INT4: 4} | dict.fromkeys(FINEST_FIRST[:-1], 8)
-"""Bits per number of each lossy codec, without scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,22 +215,20 @@ class ReEncodingDecision:
 
 @cache
 def decide_re_encoding(stored: Precision, assigned: Precision) -> ReEncodingDecision:
-    """Move from the stored precision towards the assigned one as far as possible.
+    """Give a lossless value the assigned precision, and leave a lossy one as it is.
 
-    Keys and values are decided separately. Lost precision cannot be restored, so a finer assignment
-    changes nothing. Another codec of the same width changes nothing either: E4M3 made from INT8
-    would have the errors of both and save nothing.
+    A lossy value that was encoded once more would have the errors of both codecs. The client has
+    tagged a value in the assigned precisions only, so keys and values change together.
     """
-    key, wants_key = _decide(stored.key, assigned.key)
-    value, wants_value = _decide(stored.value, assigned.value)
-    target = Precision(key, value)
-    return ReEncodingDecision(target if target != stored else None, wants_key or wants_value)
+    if not stored.lossless:
+        finer = _is_finer(assigned.key, stored.key) or _is_finer(assigned.value, stored.value)
+        return ReEncodingDecision(None, finer)
+    # Packed values have the numbers of native ones in fewer bytes.
+    keeps = assigned in {stored, NATIVE}
+    return ReEncodingDecision(None if keeps else assigned, False)
 
 
-def _decide(stored: Codec, assigned: Codec) -> tuple[Codec, bool]:
-    if stored.lossless:
-        # PACKED and NATIVE have the same numbers, but PACKED has fewer bytes.
-        return (stored if assigned is Codec.NATIVE else assigned), False
-    if assigned.lossless or FINEST_FIRST.index(assigned) < FINEST_FIRST.index(stored):
-        return stored, True
-    return (assigned if BITS[assigned] < BITS[stored] else stored), False
+def _is_finer(codec: Codec, than: Codec) -> bool:
+    if than.lossless:
+        return False
+    return codec.lossless or FINEST_FIRST.index(codec) < FINEST_FIRST.index(than)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache_core.identity.variant import Codec, Precision
+from ragcache_core.identity.variant import Precision
 from ragcache_core.tiering.precision_assignment import (
     NATIVE,
     AccessObservation,
@@ -44,7 +44,7 @@ class Grade:
 
     Attributes:
         size: Bytes as a share of the native value.
-        error: Error of the attention output, relative to that output. 0: lossless.
+        error: Error of its numbers, relative to these numbers. 0: lossless.
     """
 
     precision: Precision
@@ -59,28 +59,6 @@ PRIOR_ACCESSES = 0.5
 
 About half of all reads of retrieved passages are first reads (MultiHop-RAG), so it is not 0.
 """
-
-
-def _both(codec: Codec, size: float, error: float) -> Grade:
-    return Grade(Precision(codec, codec), size, error)
-
-
-GRADES = (
-    _both(Codec.INT8, 0.5156, 0.0067),
-    _both(Codec.E4M3, 0.5156, 0.0315),
-    _both(Codec.E5M2, 0.5156, 0.0677),
-    _both(Codec.GSE8, 0.5020, 0.1210),
-    Grade(Precision(Codec.INT8, Codec.INT4), 0.3984, 0.0820),
-    _both(Codec.INT4, 0.2812, 0.1146),
-)
-"""Grades as ``bench/hotness.py`` measures them.
-
-The errors are those of the bundled model's KV, the sizes those of bfloat16 with heads of 64
-numbers. Another model has other errors and needs its own table.
-"""
-
-MAX_ERROR = 0.02
-"""Default bound: 2 % of the attention output, averaged over reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +81,8 @@ class ScoreAssignment(PrecisionAssignment):
         capacity_bytes: Stop once everything fits. None: save as much as the bound allows.
     """
 
-    grades: tuple[Grade, ...] = GRADES
-    max_error: float = MAX_ERROR
+    grades: tuple[Grade, ...]
+    max_error: float
     memory: MemoryBudget = MemoryBudget()
     capacity_bytes: int | None = None
     prior_accesses: float = PRIOR_ACCESSES

@@ -3,8 +3,6 @@
 The results equal those of ``part`` on the CPU bit for bit, except for the bits of a NaN. ``packed``
 is not decoded here, since its exceptions make the work depend on the data. This module needs
 Triton.
-
-Not reachable from a RagCache yet, because the lossy codecs are not.
 """
 
 from __future__ import annotations

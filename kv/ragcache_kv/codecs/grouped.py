@@ -16,8 +16,6 @@ binades. Scaling is therefore exact, and only the format's own rounding remains.
 
 A group with a NaN or an infinity decodes as NaN, so it never becomes a wrong number. Magnitudes
 beyond ``Number.limit`` saturate.
-
-Not reachable from a RagCache yet: ``spec.cacheStore.precision`` takes no lossy codec.
 """
 
 from __future__ import annotations

@@ -20,8 +20,6 @@ model ``bench/codecs.py`` finds it worst and 1+2+5 best, by mean and by median e
 more bit of the fraction helps more than twice as many shared exponents.
 
 Source: HA-RAG, section II-B2.
-
-Not reachable from a RagCache yet: ``spec.cacheStore.precision`` takes no lossy codec.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import grpc
 from ragcache_core.errors import InvalidInput, RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.store_key import StoreKey
-from ragcache_core.identity.variant import Miss
+from ragcache_core.identity.variant import Miss, Precision
 from ragcache_core.store_api import (
     Ack,
     Deletion,
@@ -100,6 +100,7 @@ class StoreClient:
         transports: Sequence[str] = TRANSPORTS,
         credentials: Credentials = NO_CREDENTIALS,
         store_key: StoreKey | None = None,
+        encodings: Sequence[Precision] = (),
     ) -> None:
         """Keep the address. The client connects at its first call.
 
@@ -109,6 +110,7 @@ class StoreClient:
             credentials: With what the client proves that it belongs to the platform.
             store_key: Makes and checks the tags of values. None: they are put without one, and read
                 with any.
+            encodings: Precisions that the store may give to values, which are tagged in each.
 
         Raises:
             InvalidInput: A transport is unknown.
@@ -122,6 +124,7 @@ class StoreClient:
         self._credentials = credentials
         self._channel = open_blocking_channel(address, credentials)
         self._store_key = store_key
+        self._encodings = tuple(encodings)
         self._stub = cachestore_pb2_grpc.CacheStoreStub(self._channel)
         self._lock = threading.Lock()
         self._transport: Transport | None = None
@@ -152,11 +155,20 @@ class StoreClient:
         timeout_s: float = LOOKUP_TIMEOUT_S,
         exact: bool = False,
         domain: str = "",
+        lossy: bool = False,
     ) -> LookupAnswer:
-        """Return what the store has of keys, without values. Raises Unavailable."""
+        """Return what the store has of keys, without values. Raises Unavailable.
+
+        Args:
+            keys: What to look for.
+            timeout_s: Time for the answer.
+            exact: Whether to find only variants that equal a full computation.
+            domain: Find only variants of this domain; "" for any.
+            lossy: Whether the caller may use values of lossy precision. It finds them in any case.
+        """
         deadline = time.monotonic() + timeout_s
         hello, _ = self._connected(deadline)
-        request = to_lookup_request(keys, exact, domain)
+        request = to_lookup_request(keys, exact, domain, lossy=lossy)
         reply = self._call(self._stub.Lookup, request, deadline - time.monotonic())
         return checked_reply(lambda: from_lookup_reply(reply, hello.store))
 
@@ -210,7 +222,7 @@ class StoreClient:
         """
         deadline = time.monotonic() + timeout_s
         if self._store_key is not None:
-            value = TaggedValue(self._store_key, variant, value)
+            value = TaggedValue(self._store_key, variant, value, self._encodings)
         return self._carry(deadline, lambda transport: transport.put(variant, value, ack, deadline))
 
     def find_misses(

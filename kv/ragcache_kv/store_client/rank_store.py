@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ragcache_core.identity.keys import VariantKey, rank_chunk, rank_key
 from ragcache_core.identity.store_key import StoreKey
-from ragcache_core.identity.variant import Miss, Tier
+from ragcache_core.identity.variant import Miss, Precision, Tier
 from ragcache_core.store_api import (
     Ack,
     AsOf,
@@ -42,6 +42,7 @@ class RankStore(ShardedStore):
             put for the first of them.
         credentials: As ``ShardedStore``.
         store_key: As ``ShardedStore``.
+        encodings: As ``ShardedStore``.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class RankStore(ShardedStore):
         ranks: Sequence[int],
         credentials: Credentials = NO_CREDENTIALS,
         store_key: StoreKey | None = None,
+        encodings: Sequence[Precision] = (),
     ) -> None:
-        super().__init__(members, credentials, store_key)
+        super().__init__(members, credentials, store_key, encodings)
         self._ranks = ranks
 
     def lookup(
@@ -61,12 +63,13 @@ class RankStore(ShardedStore):
         *,
         exact: bool = False,
         domain: str = "",
+        lossy: bool = False,
     ) -> ShardedLookup:
         """Return what the shards store of keys, with the bytes of all ranks together."""
         wanted = [
             replace(key, chunk=rank_chunk(key.chunk, rank)) for rank in self._ranks for key in keys
         ]
-        found = super().lookup(wanted, timeout_s, exact=exact, domain=domain)
+        found = super().lookup(wanted, timeout_s, exact=exact, domain=domain, lossy=lossy)
         by_rank = [
             found.variants[start : start + len(keys)] for start in range(0, len(wanted), len(keys))
         ]

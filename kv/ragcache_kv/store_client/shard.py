@@ -10,14 +10,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.store_key import StoreKey
-from ragcache_core.identity.variant import Miss
+from ragcache_core.identity.variant import Miss, Precision
 from ragcache_kv.store_client.client import LOOKUP_TIMEOUT_S, StoreClient
 from ragcache_kv.transport.transport import SERVICE
 from ragcache_kv.values.stored_value import ValueOrMiss
@@ -46,9 +46,12 @@ class Shard:
         address: str,
         credentials: Credentials = NO_CREDENTIALS,
         store_key: StoreKey | None = None,
+        encodings: Sequence[Precision] = (),
     ) -> None:
         self.address = address
-        self.client = StoreClient(address, credentials=credentials, store_key=store_key)
+        self.client = StoreClient(
+            address, credentials=credentials, store_key=store_key, encodings=encodings
+        )
         self.num_users = 0
         self.outstanding_bytes = 0
         self.is_removed = False

@@ -13,6 +13,7 @@ from ragcache_core.cluster.sharding import RendezvousHash
 from ragcache_core.errors import RagCacheError
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.store_key import StoreKey
+from ragcache_core.identity.variant import Precision
 from ragcache_core.store_api import AsOf, ChunkVariants, StoredVariant
 from ragcache_kv.store_client.shard import Shard
 from ragcache_wire.peers.credentials import NO_CREDENTIALS, Credentials
@@ -80,10 +81,12 @@ class ShardRouter:
         members: Members,
         credentials: Credentials = NO_CREDENTIALS,
         store_key: StoreKey | None = None,
+        encodings: Sequence[Precision] = (),
     ) -> None:
         self._members = members
         self._credentials = credentials
         self._store_key = store_key
+        self._encodings = tuple(encodings)
         self._lock = threading.Lock()
         self._addresses: tuple[str, ...] = ()
         self._rendezvous = RendezvousHash(())
@@ -223,7 +226,8 @@ class ShardRouter:
         self._rendezvous = RendezvousHash(addresses)
         before = self._shards
         self._shards = {
-            name: before.get(name) or Shard(name, self._credentials, self._store_key)
+            name: before.get(name)
+            or Shard(name, self._credentials, self._store_key, self._encodings)
             for name in addresses
         }
         # The owners have changed, and copies with them.

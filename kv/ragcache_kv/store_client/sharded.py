@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from ragcache_core.errors import RagCacheError, Unavailable
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.store_key import StoreKey
-from ragcache_core.identity.variant import Miss
+from ragcache_core.identity.variant import Miss, Precision
 from ragcache_core.store_api import (
     Ack,
     AsOf,
@@ -65,6 +65,7 @@ class ShardedStore:
         credentials: With what the client proves that it belongs to the platform.
         store_key: Makes and checks the tags of values. None: they are put without one, and read
             with any.
+        encodings: Precisions that the shards may give to values, which are tagged in each.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class ShardedStore:
         members: Members,
         credentials: Credentials = NO_CREDENTIALS,
         store_key: StoreKey | None = None,
+        encodings: Sequence[Precision] = (),
     ) -> None:
-        self._router = ShardRouter(members, credentials, store_key)
+        self._router = ShardRouter(members, credentials, store_key, encodings)
         # Its threads start when a call goes to several shards.
         self._pool = ThreadPoolExecutor(MAX_CONCURRENT_CALLS, "shards")
 
@@ -99,10 +101,18 @@ class ShardedStore:
         *,
         exact: bool = False,
         domain: str = "",
+        lossy: bool = False,
     ) -> ShardedLookup:
         """Return what the shards store of keys.
 
         For a lost owner, the next shard is asked, which has the hot variants.
+
+        Args:
+            keys: What to look for.
+            timeout_s: Time for the answer.
+            exact: Whether to find only variants that equal a full computation.
+            domain: Find only variants of this domain; "" for any.
+            lossy: Whether the caller may use values of lossy precision. It finds them in any case.
 
         Raises:
             Unavailable: No shard that may store a chunk answers.
@@ -113,7 +123,9 @@ class ShardedStore:
             if candidates and not groups:
                 raise _all_lost(candidates)
             calls = {
-                shard: partial(shard.client.lookup, group, timeout_s, exact=exact, domain=domain)
+                shard: partial(
+                    shard.client.lookup, group, timeout_s, exact=exact, domain=domain, lossy=lossy
+                )
                 for shard, group in groups.items()
             }
             lookup = _merge_lookups(keys, candidates, asked, self._call(calls, timeout_s))

@@ -13,7 +13,6 @@ from typing import Final
 from ragcache_core.errors import InvalidInput, TooLarge
 from ragcache_core.identity.keys import KEY_BYTES, ChunkKey, VariantKey
 from ragcache_core.identity.variant import (
-    TAG_BYTES,
     Codec,
     Influence,
     Miss,
@@ -24,6 +23,7 @@ from ragcache_core.identity.variant import (
     ValueHeader,
     ValuePart,
     ValueShape,
+    ValueTags,
     VariantInfo,
 )
 from ragcache_core.store_api import (
@@ -336,10 +336,10 @@ def from_completion(field: str, message: pb.PutCompletion, num_parts: int) -> Pu
         )
     if not 0 <= message.cost_s < math.inf:
         raise InvalidInput(f"{field}.cost_s", f"is {message.cost_s}", "send seconds, or 0")
-    if len(message.tag) not in {0, TAG_BYTES}:
-        raise InvalidInput(
-            f"{field}.tag", f"has {len(message.tag)} bytes", f"send {TAG_BYTES}, or none"
-        )
+    try:
+        ValueTags.from_bytes(message.tag)
+    except ValueError as error:
+        raise InvalidInput(f"{field}.tag", f"is wrong: {error}", "send tags, or none") from error
     return PutCompletion(tuple(message.checksums), message.cost_s, message.tag)
 
 
@@ -507,9 +507,11 @@ def from_lookup_key(field: str, message: pb.LookupKey) -> LookupKey:
     return LookupKey(chunk, prefix, message.others)
 
 
-def to_lookup_request(keys: Iterable[LookupKey], exact: bool, domain: str) -> pb.LookupRequest:
+def to_lookup_request(
+    keys: Iterable[LookupKey], exact: bool, domain: str, *, lossy: bool = False
+) -> pb.LookupRequest:
     """Convert the arguments of a lookup."""
-    return pb.LookupRequest(keys=map(to_lookup_key, keys), exact=exact, domain=domain)
+    return pb.LookupRequest(keys=map(to_lookup_key, keys), exact=exact, domain=domain, lossy=lossy)
 
 
 def from_lookup_request(message: pb.LookupRequest) -> tuple[list[LookupKey], bool, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from ragcache_core.identity.variant import Codec, Precision
 from ragcache_core.sizing import disk_tier_bytes, shard_memory_bytes
 from ragcache_operator.builders.environment import EnvValue, settings_environment
 from ragcache_operator.builders.keys import disk_key_mounts, signing_mount
@@ -28,10 +27,11 @@ from ragcache_operator.builders.pod import (
     Probes,
     resources,
 )
+from ragcache_operator.builders.precision import precision_setting
 from ragcache_operator.builders.services import HEADLESS_ALL_PODS, service
 from ragcache_operator.builders.watched_files import MEMBERS, members_config_map
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
-from ragcache_operator.spec.ragcache import EngineSpec, PrecisionSpec, RagCache
+from ragcache_operator.spec.ragcache import EngineSpec, RagCache
 from ragcache_wire.settings import CacheStoreSettings
 
 COMPONENT: Final = "cachestore"
@@ -166,10 +166,6 @@ def _environment(
             disk_bytes=str(disk_tier_bytes(store.disk.size_bytes)),
             # Without it, the store takes the default for its policy and reuse mode.
             admission=_ADMISSIONS[store.admission] if store.admission else None,
-            precision=str(_precision(store.precision)),
+            precision=precision_setting(cache),
         ),
     }
-
-
-def _precision(given: PrecisionSpec) -> Precision:
-    return Precision(Codec(given.key), Codec(given.value))

@@ -24,6 +24,7 @@ from ragcache_operator.builders.model import (
 from ragcache_operator.builders.part_tls import tls_dir, tls_mounts
 from ragcache_operator.builders.placement import PORT_NUMBERS, Endpoint, PlatformPlacement
 from ragcache_operator.builders.pod import DerivedResources, Mount, Probes, resources
+from ragcache_operator.builders.precision import precision_setting
 from ragcache_operator.builders.services import HEADLESS, service
 from ragcache_operator.builders.watched_files import MEMBERS
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
@@ -225,6 +226,7 @@ def _environment(
             records_listen=str(placement.bind_address(records(engine))),
             metrics_listen=str(placement.bind_address(metrics(engine))),
             memory_request_bytes=FromResource("requests.memory"),
+            precision=precision_setting(cache),
         ),
         **(_CPU_ENVIRONMENT | _cpu_sizes(engine) if engine.device == "cpu" else {}),
         "VLLM_NO_USAGE_STATS": "1",

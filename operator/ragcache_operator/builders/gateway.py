@@ -29,6 +29,7 @@ from ragcache_operator.builders.placement import (
     PlatformPlacement,
 )
 from ragcache_operator.builders.pod import DerivedResources, Mount, Probes, resources
+from ragcache_operator.builders.precision import precision_setting
 from ragcache_operator.builders.services import external_service, http_route, ingress, service
 from ragcache_operator.builders.watched_files import LIMITS, MEMBERS, limits_config_map
 from ragcache_operator.builders.workload import Workload, build_workload, metadata, selector
@@ -197,6 +198,7 @@ def _environment(cache: RagCache, placement: PlatformPlacement) -> dict[str, Env
                 str(_engine_address(cache, one, placement)) for one in cache.spec.engines
             ),
             cachestore=placement.cache_store_members(),
+            precision=precision_setting(cache),
             signing_key_file=placement.signing_key_file(),
             tls_dir=tls_dir(cache, placement),
             server_tls_dir=placement.gateway_tls_dir() if cache.spec.gateway.tls else None,

@@ -30,6 +30,7 @@ from ragcache_operator.spec.ragcache import (
     GatewaySpec,
     HTTPRouteSpec,
     ModelSpec,
+    PrecisionSpec,
     RagCache,
     RagCacheSpec,
 )
@@ -437,6 +438,50 @@ RETRIEVER_RULES: tuple[Rule, ...] = (
 )
 
 
+def _shares_fit(spec: PrecisionSpec) -> Violation | None:
+    *hotter, last = (grade.share for grade in spec.grades)
+    if spec.scheme == "score":
+        if {*hotter, last} == {None}:
+            return None
+        return Violation("have shares, which only scheme harag uses", "leave out share")
+    if None in hotter or last is not None:
+        return Violation(
+            "need a share each, except for the last one, which gets the rest",
+            "set share in all grades but the last one",
+        )
+    total = sum(share for share in hotter if share is not None)
+    if total < 1:
+        return None
+    return Violation(
+        f"have shares of {total:g} in all, which leave no variant to the last one",
+        "use smaller shares, like 0.1",
+    )
+
+
+_LOSSY_GRADE: Final = " || ".join(
+    f"!(one.{part} in ['native', 'packed'])" for part in ("key", "value")
+)
+
+PRECISION_RULES: Final[tuple[Rule, ...]] = (
+    Rule(PrecisionSpec, "grades", _shares_fit, NO_CEL_FOR_ITEMS),
+    cel_rule(
+        PrecisionSpec,
+        "maxError",
+        "!has(self.maxError) || self.scheme == 'score'",
+        "is set, but only scheme score uses it",
+        "leave it out, or set scheme to score",
+    ),
+    cel_rule(
+        RagCacheSpec,
+        "cacheStore.precision.grades",
+        "(self.reuse.mode == 'blend' && has(self.reuse.quality))"
+        f" || !self.cacheStore.precision.grades.exists(one, {_LOSSY_GRADE})",
+        "have a lossy codec, which needs reuse.mode blend and a target in reuse.quality",
+        "set both, or use the codecs native and packed",
+    ),
+)
+
+
 CONSISTENCY: tuple[Rule, ...] = (
     cel_rule(
         ModelSpec,
@@ -538,6 +583,7 @@ CONSISTENCY: tuple[Rule, ...] = (
         "score requires policy score, and policy is another one",
         "use policy score, or admission always or secondTouch",
     ),
+    *PRECISION_RULES,
     Rule(
         CacheStoreSpec,
         "memory",

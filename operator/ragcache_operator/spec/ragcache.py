@@ -590,15 +590,40 @@ class ReplicationSpec(ManifestModel):
     when their read rate falls. It has no effect with one shard."""
 
 
-class PrecisionSpec(ManifestModel):
-    """PrecisionSpec sets how the cache store encodes attention keys and values. Both codecs are
-    lossless, because exact reuse never loads KV that lost precision."""
+KvCodec = Literal["native", "packed", "int8", "e4m3", "e5m2", "gse8"]
+"""How the cache store may encode attention keys or values."""
 
-    key: Literal["native", "packed"] = "native"
-    """Codec of attention keys. native stores them as computed. packed compresses bfloat16 to about
-    three quarters of its size. It costs CPU time for each write and each read."""
-    value: Literal["native", "packed"] = "native"
-    """Codec of attention values. The codecs are those of key."""
+
+class PrecisionGradeSpec(ManifestModel):
+    """PrecisionGradeSpec sets the codecs of one group of variants. native stores numbers as
+    computed. packed compresses bfloat16 to about three quarters of its size without loss. int8,
+    e4m3, e5m2 and gse8 take about half of the bytes and lose precision."""
+
+    share: Annotated[float, Field(ge=0.001, le=0.999, allow_inf_nan=False)] | None = None
+    """Share of the variants that have this grade. The last grade has none: it gets the rest."""
+    key: KvCodec = "native"
+    """Codec of attention keys."""
+    value: KvCodec = "native"
+    """Codec of attention values."""
+
+
+class PrecisionSpec(ManifestModel):
+    """PrecisionSpec sets how the cache store encodes variants: the most read ones finest. Lossy
+    codecs need reuse mode blend and a quality target. They are used after a report of "ragcache
+    quality" that covers them has passed."""
+
+    scheme: Literal["harag", "score"] = "harag"
+    """What decides the grade of a variant. harag ranks variants by reads, and gives each grade its
+    share (Algorithm 1 of the HA-RAG paper). score saves as many bytes as maxError allows: rarely
+    read variants become coarse first."""
+    grades: Annotated[tuple[PrecisionGradeSpec, ...], ServerList(4, min_items=1)] = (
+        PrecisionGradeSpec(),
+    )
+    """The grades, for the most read variants first."""
+    max_error: Annotated[float, Field(ge=0.0001, le=1, allow_inf_nan=False)] | None = None
+    """For scheme score: bound of the error of the numbers that engines load, relative to these
+    numbers and averaged over reads. Each shard measures the error of each grade on values of the
+    model. The default is 0.02."""
 
 
 class DiskKeySecret(SecretKey):
@@ -650,7 +675,7 @@ class CacheStoreSpec(ManifestModel):
     policy score, and always otherwise. A variant that is not on disk is lost when the memory tier
     evicts it or the shard restarts."""
     precision: PrecisionSpec = PrecisionSpec()
-    """Codecs of attention keys and values."""
+    """Codecs of attention keys and values, by how often variants are read."""
     replication: ReplicationSpec = ReplicationSpec()
     """Replication of frequently read variants between shards."""
     resources: ResourcesSpec = ResourcesSpec()

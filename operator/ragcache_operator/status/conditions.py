@@ -65,7 +65,7 @@ def blend_verification(
     """Return what a gateway's verdict means for a RagCache that blends.
 
     Args:
-        verdict: unverified, passed or failed; None if the gateway has not been asked yet.
+        verdict: unverified, passed, failed or lossless; None if the gateway has not been asked yet.
         before: Its conditions so far.
         has_target: Whether questions are reused exactly until the verdict is passed.
     """
@@ -74,6 +74,12 @@ def blend_verification(
         case "passed":
             message = "a measurement of this model reached the wanted quality"
             return ConditionState("True", "MeasurementPassed", message)
+        case "lossless":
+            message = (
+                "no measurement passed for the lossy codecs of cacheStore.precision; values in "
+                "them are computed again; run `ragcache quality`"
+            )
+            return ConditionState("False", "PrecisionNotMeasured", message)
         case "failed":
             message = f"a measurement of this model missed the wanted quality; {effect}"
             return ConditionState("False", "MeasurementFailed", message)
@@ -285,7 +291,8 @@ _WARNINGS = frozenset(
     {
         *("ImagePullFailed", "ConfigError", "CrashLooping", "OutOfMemory", "Unschedulable"),
         *("PodsRefused", "Invalid", "ApplyFailed", "ObjectTaken", "SelfTestFailed"),
-        *("NotServed", "NotMeasured", "MeasurementFailed", "InsufficientMemory"),
+        *("NotServed", "NotMeasured", "PrecisionNotMeasured", "MeasurementFailed"),
+        *("InsufficientMemory",),
         *("ExpansionRefused", "SlowDataType", "InsufficientGPUs", "NoDevicePlugin"),
     }
 )

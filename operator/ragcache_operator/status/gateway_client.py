@@ -157,14 +157,18 @@ class GatewayClient:
     async def blend_verdict(self, gateway: GatewayAccess, models: Sequence[str]) -> str | None:
         """Return unverified, passed or failed, or None if the gateway does not answer.
 
-        It is failed or unverified if one of the models is.
+        It is failed or unverified if one of the models is. It is lossless if blends have passed,
+        and those of values in cacheStore.precision have not.
         """
         try:
             paths = [f"/v1/quality?model={quote(one, safe='')}" for one in models]
-            found = {(await self._json(gateway, "GET", path))["verdict"] for path in paths}
+            states = [await self._json(gateway, "GET", path) for path in paths]
+            found = {one["verdict"] for one in states}
+            if any(one.get("lossy_verdict") not in {"passed", None} for one in states):
+                found.add("lossless")
         except _NO_ANSWER:
             return None
-        return next((one for one in ("failed", "unverified") if one in found), "passed")
+        return next((one for one in ("failed", "unverified", "lossless") if one in found), "passed")
 
     async def startup_progress(self, address: str) -> str | None:
         """Return the startup progress of a pod. ``address`` is "host:port" of its health port."""

@@ -12,6 +12,7 @@ from functools import partial
 
 from ragcache_cachestore.api.data_server import DataServer, allow_many_sockets
 from ragcache_cachestore.api.grpc_service import SERVICE, CacheStoreService
+from ragcache_cachestore.background.graded_assignment import GradedAssignment
 from ragcache_cachestore.background.re_encoder import Pace, ReEncoder
 from ragcache_cachestore.cluster.catch_up import CatchUp
 from ragcache_cachestore.cluster.orphan_collector import OrphanCollector, ask_shard
@@ -21,12 +22,6 @@ from ragcache_cachestore.storage.malloc import reuse_freed_memory
 from ragcache_cachestore.store import Store
 from ragcache_cachestore.telemetry.exporter import PART, Telemetry
 from ragcache_core.errors import InvalidInput, RagCacheError
-from ragcache_core.tiering.precision_assignment import (
-    FixedAssignment,
-    HaRagAssignment,
-    PrecisionAssignment,
-)
-from ragcache_core.tiering.score_assignment import MemoryBudget, ScoreAssignment
 from ragcache_wire.http_server import HealthServer
 from ragcache_wire.process import end_on_stop, keep_collections_short
 from ragcache_wire.server import GrpcServer, until_stopped
@@ -102,7 +97,12 @@ def _open(
     data_address = None if config.data_listen is None else split_address(config.data_listen)
     data_server = DataServer(store, config.data_socket, data_address, credentials)
     resources.callback(data_server.close)
-    re_encoder = ReEncoder(store.variants, _assignment(config), Pace(), time.monotonic)
+    re_encoder = ReEncoder(
+        store.variants,
+        GradedAssignment(config.precision, config.memory_bytes),
+        Pace(),
+        time.monotonic,
+    )
     re_encoder.start()
     resources.callback(re_encoder.close)
     members = config.cachestore
@@ -172,16 +172,6 @@ def _listen(
         raise InvalidInput(
             "RAGCACHE_LISTEN", f"{listen} is in use: {error}", "name another port"
         ) from error
-
-
-def _assignment(config: CacheStoreSettings) -> PrecisionAssignment:
-    match config.precision:
-        case "harag":
-            return HaRagAssignment()
-        case "score":
-            return ScoreAssignment(memory=MemoryBudget(pageable_bytes=config.memory_bytes))
-        case precision:
-            return FixedAssignment(precision)
 
 
 def main() -> int:

@@ -66,6 +66,10 @@ class Reads:
             self._state.telemetry.miss(miss)
         return LookupAnswer(tuple(variants), as_of)
 
+    def note_lossy_reader(self) -> None:
+        """Note that a client may use lossy values, so that the re-encoder makes them."""
+        self._state.lossy_lookup_at = self._state.clock()
+
     def open(
         self, keys: Sequence[VariantKey], exact: bool = False, domain: str = ""
     ) -> list[ReadLease | Miss]:

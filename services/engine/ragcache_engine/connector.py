@@ -158,7 +158,7 @@ class RagCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _store_client(self, ranks: Sequence[int]) -> ShardedStore:
         settings = self._settings
-        access = settings.credentials, settings.store_key_file
+        access = settings.credentials, settings.store_key_file, settings.precision.encodings
         if self._space.num_ranks > 1:
             return RankStore(settings.cachestore, ranks, *access)
         return ShardedStore(settings.cachestore, *access)

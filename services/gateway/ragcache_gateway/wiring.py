@@ -17,7 +17,7 @@ from ragcache_gateway.auth.api_keys import ApiKeys, tenant_shares
 from ragcache_gateway.auth.tenant_domains import TenantDomains
 from ragcache_gateway.background.idle import IdleEngines, IdleWindows
 from ragcache_gateway.background.precompute import Precomputer
-from ragcache_gateway.background.quality_gate import QualityGate
+from ragcache_gateway.background.quality_gate import GateTarget, QualityGate
 from ragcache_gateway.background.quality_trials import QualityTrials
 from ragcache_gateway.documents.delete_sender import DeleteSender, DigestSpaces
 from ragcache_gateway.documents.erasure import ErasureCheck
@@ -269,8 +269,7 @@ def _start_background(
         QualityGate(
             model.served,
             token_digest(template.head).hex(),
-            wanted_quality=settings.quality,
-            max_recompute_share=share,
+            target=GateTarget(settings.quality, share, settings.precision.lossy),
             retriever=retriever,
             trials=trials,
         )

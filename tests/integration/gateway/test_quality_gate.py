@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from ragcache_core.identity.variant import Precision, PrecisionUse
 from ragcache_core.plan.reuse_plan import Action, ReusePlan
+from ragcache_core.tiering.precision_policy import PrecisionPolicy, Scheme
 from ragcache_gateway.background import quality_gate
 from ragcache_gateway.http.routes.chat_routes import QUALITY_HEADER, REUSE_HEADER
 from tests.kit.gateway import World, plan_of, world
@@ -166,3 +168,62 @@ async def test_a_capture_without_documents_is_refused(gateway: World) -> None:
     gateway.retriever.hits = []
     body = {"messages": [{"role": "user", "content": "Where does billing run?"}]}
     assert (await gateway.client.post("/v1/quality/captures", json=body)).status_code == 400
+
+
+GRADES = PrecisionPolicy(
+    Scheme.HARAG, tuple(map(Precision.parse, ("packed", "int8", "gse8"))), (0.1, 0.2)
+)
+
+
+async def test_lossy_values_are_used_only_if_a_report_covers_each_of_their_precisions(
+    tiny_model: Path,
+) -> None:
+    async with world(tiny_model, **TARGET, precision=GRADES) as gateway:
+        state = (await gateway.client.get("/v1/quality")).json()
+        assert state["lossy_precisions"] == ["int8", "gse8"]
+        assert state["lossy_verdict"] == "unverified"
+        # Blends of lossless values pass, and no other values are loaded.
+        state = (await gateway.put_report(0.95, 0.25)).json()
+        assert (state["verdict"], state["lossy_verdict"]) == ("passed", "unverified")
+        verdict, reuse, plan = await asked(gateway)
+        assert (verdict, reuse, plan.precision.lossy) == ("passed", "blend", False)
+        budgets = state["report"]["budgets"]
+        for covered, kept, wanted in (
+            (["int8"], 0.95, "unverified"),
+            (["int8", "gse8"], 0.5, "failed"),
+            (["int8", "gse8"], 0.95, "passed"),
+        ):
+            more = [{**budgets[0], "precision": one, "rouge_l": kept} for one in covered]
+            state = (await gateway.put_report(0.95, 0.25, budgets=[*budgets, *more])).json()
+            assert state["lossy_verdict"] == wanted
+            _, reuse, plan = await asked(gateway)
+            assert (reuse, plan.precision.lossy) == ("blend", wanted == "passed")
+        assert plan.recompute_share == 0.25
+        # A share for which no report has measured the lossy values.
+        _, reuse, plan = await asked(
+            gateway, ragcache={"max_recompute_share": 0.1, "reuse": "blend"}
+        )
+        assert (reuse, plan.precision.lossy) == ("exact", False)
+
+
+async def test_a_trial_request_measures_a_precision(gateway: World) -> None:
+    options = {"reuse": "blend", "max_recompute_share": 0.1, "trial": True, "precision": "int8"}
+    assert (await gateway.ask(ragcache=options)).status_code == 200
+    [plan] = map(plan_of, gateway.engine.requests)
+    assert plan.precision == PrecisionUse(rounding=Precision.parse("int8"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reuse": "blend", "precision": "int8"},
+        {"reuse": "exact", "trial": True, "precision": "int8"},
+        {"reuse": "blend", "trial": True, "precision": "int9"},
+    ],
+)
+async def test_a_precision_that_measures_nothing_is_refused(
+    gateway: World, options: dict[str, Any]
+) -> None:
+    reply = await gateway.ask(ragcache=options)
+    assert reply.status_code == 400
+    assert "ragcache.precision" in reply.text

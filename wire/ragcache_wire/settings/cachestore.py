@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.eviction import DEFAULT_POLICY, PolicyName
 from ragcache_core.eviction.admission import default_admission
-from ragcache_core.identity.variant import Precision
 from ragcache_core.storage.extents import PAGE_BYTES
+from ragcache_core.tiering.precision_policy import PrecisionPolicy
 from ragcache_wire.settings.field_types import (
     Address,
     DiskKeyFile,
@@ -20,6 +20,7 @@ from ragcache_wire.settings.field_types import (
     LogForm,
     LogLevel,
     OnOff,
+    PrecisionSetting,
     ShardMembers,
     SigningKeyFile,
     whole_number,
@@ -27,17 +28,8 @@ from ragcache_wire.settings.field_types import (
 from ragcache_wire.settings.part import PartSettings
 from ragcache_wire.settings.table import Accepts, setting, variable
 
-NATIVE: Final = Precision()
-
 _MAX_SOCKET_PATH_BYTES: Final = 107
 """The limit is 108 with the byte that ends the path (unix(7))."""
-
-
-def _precision(value: object) -> Literal["harag", "score"] | Precision:
-    match value:
-        case "harag" | "score" | Precision():
-            return value
-    return Precision.parse(str(value))
 
 
 def _socket(value: Path) -> Path:
@@ -99,13 +91,10 @@ class CacheStoreSettings(PartSettings):
         "always", spec="spec.cacheStore.admission"
     )
     """What is written to the disk. For reuse blend with policy score the default is score."""
-    precision: Annotated[
-        Literal["harag", "score"] | Precision,
-        PlainValidator(_precision),
-        Accepts('harag, score, or a precision like "native" or "int8/int4"'),
-    ] = setting(NATIVE, spec="spec.cacheStore.precision")
-    """Codecs of keys and values, or the policy that chooses them. The object sets native and packed
-    only; benchmarks set the others."""
+    precision: PrecisionSetting = setting(
+        PrecisionPolicy(), internal="The operator derives it from spec.cacheStore.precision."
+    )
+    """Grades of precision, and the share of the variants of each."""
     reuse: Literal["exact", "blend"] = setting("exact", spec="spec.reuse.mode")
     """What the store is used for. exact: a variant outlives the variants after it on its shard.
     blend: each is worth something by itself."""

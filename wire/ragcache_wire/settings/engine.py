@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar, Final, Literal
 
+from ragcache_core.tiering.precision_policy import PrecisionPolicy
 from ragcache_wire.settings.field_types import (
     Address,
     ByteQuantity,
     Count,
     HttpUrl,
     OnOff,
+    PrecisionSetting,
     Seconds,
     ShardMembers,
     SigningKeyFile,
@@ -48,6 +50,10 @@ class EngineSettings(PartSettings):
     )
     """Key that names stored values and proves who has computed them. It is read once. Without it,
     anyone can tell the name of a known text's KV, and the engine uses any value of the store."""
+    precision: PrecisionSetting = setting(
+        PrecisionPolicy(), internal="The operator derives it from spec.cacheStore.precision."
+    )
+    """Precisions that the cache store gives to values. The engine tags a value in each of them."""
     otlp_endpoint: HttpUrl | None = setting(None, spec="spec.telemetry.otlp.endpoint")
     """Base URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics. Without it,
     none are sent."""

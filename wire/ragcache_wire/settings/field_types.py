@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Val
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.plan.signature import parse_keys
+from ragcache_core.tiering.precision_policy import PrecisionPolicy
 from ragcache_wire.peers.certificates import Certificates
 from ragcache_wire.settings.table import Accepts, variable
 from ragcache_wire.watched.key_lines import DiskKeys
@@ -81,6 +82,10 @@ def _comma_separated(value: str | Sequence[str]) -> tuple[str, ...]:
     if not isinstance(value, str):
         return tuple(value)
     return tuple(filter(None, (entry.strip() for entry in value.split(","))))
+
+
+def _precision_policy(value: PrecisionPolicy | str) -> PrecisionPolicy:
+    return PrecisionPolicy.parse(value) if isinstance(value, str) else value
 
 
 def _lower(value: object) -> object:
@@ -195,6 +200,11 @@ Limit = Annotated[
 ]
 ByteQuantity = Annotated[int, BeforeValidator(_quantity), Accepts("bytes, as 4294967296 or 4Gi")]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), Accepts("a share from 0 to 1")]
+PrecisionSetting = Annotated[
+    PrecisionPolicy,
+    PlainValidator(_precision_policy),
+    Accepts("a JSON object with scheme, grades, shares and max_error"),
+]
 HttpUrl = Annotated[str, AfterValidator(_http_url), Accepts("a URL like http://collector:4318")]
 HostNames = Annotated[
     tuple[str, ...],

@@ -15,6 +15,7 @@ from ragcache_core.access.networks import Network, parse_networks
 from ragcache_core.access.token_claims import TokenIssuer
 from ragcache_core.errors import InvalidInput
 from ragcache_core.planner.request_plan import EngineRole
+from ragcache_core.tiering.precision_policy import PrecisionPolicy
 from ragcache_wire.settings.field_types import (
     AbsolutePath,
     Address,
@@ -29,6 +30,7 @@ from ragcache_wire.settings.field_types import (
     ModelDtype,
     OnOff,
     Origins,
+    PrecisionSetting,
     Seconds,
     SecondsOrZero,
     ServerCertificateFolder,
@@ -319,6 +321,11 @@ class GatewaySettings(PartSettings):
     quality: Share | None = setting(None, spec="spec.reuse.quality")
     """Mean ROUGE-L F1 with full computations that blended answers must reach. Without it, only
     the share above bounds a blend."""
+    precision: PrecisionSetting = setting(
+        PrecisionPolicy(), internal="The operator derives it from spec.cacheStore.precision."
+    )
+    """Precisions that the cache store gives to values. Lossy ones are used as far as a report of
+    ragcache quality covers them."""
     precompute: OnOff = setting(False, spec="spec.reuse.precompute")
     """Whether the gateway has KV computed ahead while no request is answered."""
     speculation: Literal["off", "auto"] = setting("off", spec="spec.gateway.speculation")

@@ -350,7 +350,7 @@ class PutCompletion(_message.Message):
     cost_s: _builtins.float
     """the time that computing the value took; 0: unknown"""
     tag: _builtins.bytes
-    """16 bytes, for other clients (ragcache_kv.values.tags); or empty"""
+    """of the value in each precision, for other clients (ValueTags); or empty"""
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """XXH3-64 of each part"""
@@ -578,8 +578,11 @@ class LookupRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
+    LOSSY_FIELD_NUMBER: _builtins.int
     exact: _builtins.bool
     domain: _builtins.str
+    lossy: _builtins.bool
+    """the caller may use values of lossy precision: a shard makes them only then"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___LookupKey]: ...
     def __init__(
@@ -588,10 +591,11 @@ class LookupRequest(_message.Message):
         keys: _abc.Iterable[Global___LookupKey] | None = ...,
         exact: _builtins.bool = ...,
         domain: _builtins.str = ...,
+        lossy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "exact", b"exact", "keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "exact", b"exact", "keys", b"keys", "lossy", b"lossy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -193,6 +193,8 @@ class CacheStoreService:
 
         def run_lookup() -> pb.LookupReply:
             wanted, exact, domain = from_lookup_request(request)
+            if request.lossy:
+                self._store.reads.note_lossy_reader()
             return to_lookup_reply(self._store.reads.lookup(wanted, exact, domain), 0)
 
         with self._span("Lookup", context, keys=len(request.keys)):

@@ -9,10 +9,10 @@ Precision that is lost does not come back. Therefore the re-encoder leaves young
 also waits until several scans in a row agree on a lower precision, because ranks near a border
 swap all the time.
 
-Source: HA-RAG, the strategies for precision and placement, applied online.
+It makes lossy values only while engines may use them (``VariantAccess.has_lossy_readers``). And it
+makes only encodings that the client has tagged, since others would be refused as forged.
 
-Not reachable from a RagCache yet: it sets one lossless precision for all variants. A value in
-another encoding has no tag, so clients with the platform's key do not use it.
+Source: HA-RAG, the strategies for precision and placement, applied online.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ragcache_cachestore.background.graded_assignment import GradedAssignment
 from ragcache_cachestore.background.threads import join_all
 from ragcache_cachestore.background.variant_access import VariantAccess
 from ragcache_cachestore.state.catalog import CatalogVariant
 from ragcache_core.errors import RagCacheError
-from ragcache_core.identity.variant import Precision, Tier, ValuePart, ValueShape
+from ragcache_core.identity.variant import Precision, Tier, ValuePart, ValueShape, ValueTags
 from ragcache_core.tiering.precision_assignment import (
     AccessObservation,
     DecayedCounts,
@@ -232,7 +233,10 @@ class ReEncoder:
         observations: list[AccessObservation[bytes]],
         now: float,
     ) -> None:
+        if isinstance(self._assignment, GradedAssignment):
+            self._sample(self._assignment, stored, observations)
         precisions = self._assignment.assign_precisions(observations)
+        may_lose = self._store.has_lossy_readers()
         to_encode = []
         self.counters.wanting_higher_precision = 0
         for one in observations:
@@ -243,12 +247,32 @@ class ReEncoder:
                 self._store.set_wants_higher_precision(
                     candidate.key, decision.wants_higher_precision
                 )
-            confirmed = self._confirm_target(one.key, decision.re_encode, now)
+            target = decision.re_encode
+            if target is not None and not (may_lose or target.lossless):
+                target = None
+            confirmed = self._confirm_target(one.key, target, now)
             encodable = candidate.identity not in self._incompressible
-            if confirmed and decision.re_encode and encodable:
-                to_encode.append((one.accesses, one.key, decision.re_encode))
+            if confirmed and target and encodable and _is_tagged(candidate, target):
+                to_encode.append((one.accesses, one.key, target))
         to_encode.sort(key=lambda work: work[:2])
         self._to_encode = deque((stored[name], target) for _, name, target in to_encode)
+
+    def _sample(
+        self,
+        assignment: GradedAssignment,
+        stored: dict[bytes, CatalogVariant],
+        observations: list[AccessObservation[bytes]],
+    ) -> None:
+        """Measure the grades' errors on lossless values, as far as that is needed."""
+        for one in observations:
+            if not assignment.needs_samples:
+                return
+            candidate = stored[one.key]
+            if not candidate.info.precision.lossless or candidate.shape is None:
+                continue
+            value = self._store.read(candidate.key, candidate.identity)
+            if value is not None:
+                assignment.add_sample(candidate, candidate.shape, value)
 
     def _confirm_target(self, name: bytes, target: Precision | None, now: float) -> bool:
         """Note the target of this scan. Return whether enough scans in a row agree on it."""
@@ -304,6 +328,12 @@ class ReEncoder:
             self.counters.bytes_saved += info.num_bytes - num_bytes
         else:
             self.counters.refused += 1
+
+
+def _is_tagged(candidate: CatalogVariant, target: Precision) -> bool:
+    """Tell whether readers accept a value in this precision: tagged, or of clients without key."""
+    tags = ValueTags.from_bytes(candidate.tag)
+    return not tags.put or any(precision == target for precision, _ in tags.encodings)
 
 
 def _native_bytes(candidate: CatalogVariant) -> int | None:

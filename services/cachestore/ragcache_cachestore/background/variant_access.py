@@ -19,6 +19,10 @@ from ragcache_kv.values.outgoing_value import ReadyValue
 log = logging.getLogger(__name__)
 
 
+LOSSY_READERS_S = 3600.0
+"""How long the re-encoder makes lossy values after the last reader that may use them."""
+
+
 class VariantAccess:
     """Reads, annotates and re-encodes variants. Its reads count neither as hits nor as misses."""
 
@@ -63,6 +67,11 @@ class VariantAccess:
         )
         checksums = [part.checksum for part in variant.parts]
         return new, ReadyValue(memoryview(value), checksums, variant.origin.cost_s, variant.tag)
+
+    def has_lossy_readers(self) -> bool:
+        """Whether a client that may use lossy values has looked for any lately."""
+        asked_at = self._state.lossy_lookup_at
+        return asked_at is not None and self._state.clock() - asked_at < LOSSY_READERS_S
 
     def set_wants_higher_precision(self, key: VariantKey, wanted: bool) -> None:
         """Set whether lookups report that a variant wants a higher precision."""

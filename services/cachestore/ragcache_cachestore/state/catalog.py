@@ -79,7 +79,7 @@ class CatalogVariant:
         delete_sequence: The store's last delete when the variant was put. No delete up to this
             one covers the variant.
         put_at: On the store's clock.
-        tag: As the client put it. A value in another encoding has none.
+        tag: As the client put it, for the value in each precision (``ValueTags``).
         memory: The copy in memory.
         disk: The copy on disk.
         superseded: The variant that this one replaced. Its copy stays on disk until this variant

@@ -167,6 +167,8 @@ class StoreState:
         capacities = [tier.capacity_bytes for tier in (memory, disk) if tier.capacity_bytes]
         max_held_bytes = int(min(capacities, default=0) * HELD_SHARE)
         self.holds: WaitingHolds[VariantKey] = WaitingHolds(max_held_bytes)
+        # When a reader that may use lossy values looked for any. None: never.
+        self.lossy_lookup_at: float | None = None
 
     def tier(self, tier: Tier) -> TierSpace:
         """Return the space of a tier."""
@@ -546,6 +548,7 @@ class StoreState:
             value_format=old.value_format,
             delete_sequence=old.delete_sequence,
             put_at=old.put_at,
+            tag=old.tag,
             wants_higher_precision=old.wants_higher_precision,
         )
         self.next_identity += 1

@@ -9,7 +9,6 @@ from typing import Any
 from ragcache_cachestore.storage.disk_cipher import PARAMS_BYTES, EncryptionParams
 from ragcache_core.identity.keys import KEY_BYTES, VariantKey
 from ragcache_core.identity.variant import (
-    TAG_BYTES,
     Influence,
     Origin,
     Precision,
@@ -20,7 +19,7 @@ from ragcache_core.identity.variant import (
 )
 from ragcache_core.storage.extents import Extent
 
-VERSION = 5
+VERSION = 6
 """Version of the data layout, and first byte of the metadata.
 
 A store does not start on a folder with another version (``data_dir``).
@@ -91,7 +90,9 @@ class DiskVariant:
         ]
         out += [_PAIR.pack(extent.offset, extent.num_bytes) for extent in self.extents]
         out += [_PAIR.pack(part.num_bytes, part.checksum) for part in self.parts]
-        out += (*self.origin.prefix_chunks, influence.rights, influence.writer, self.tag)
+        out += (*self.origin.prefix_chunks, influence.rights, influence.writer)
+        if self.tag:
+            out += [_LENGTH.pack(len(self.tag)), self.tag]
         if self.encryption is not None:
             out.append(self.encryption.to_bytes())
         if self.origin.parent is not None:
@@ -140,7 +141,7 @@ class DiskVariant:
         rights = reader.take(KEY_BYTES) if flags & _RIGHTS else b""
         writer = reader.take(KEY_BYTES) if flags & _WRITTEN else b""
         influence = Influence(rights, writer, num_head)
-        tag = reader.take(TAG_BYTES) if flags & _TAGGED else b""
+        tag = reader.take(*reader.unpack(_LENGTH)) if flags & _TAGGED else b""
         encryption = (
             EncryptionParams.from_bytes(reader.take(PARAMS_BYTES)) if flags & _ENCRYPTED else None
         )

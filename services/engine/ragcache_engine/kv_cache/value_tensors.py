@@ -70,6 +70,19 @@ def decode(
     return torch.frombuffer(stored.value, dtype=DTYPES[space.dtype]).view(dims)
 
 
+def rounded_to(precision: Precision, value: torch.Tensor, space: KVSpace) -> torch.Tensor:
+    """Return a copy of a value, [num_layers, 2, num_tokens, ...], as a store re-encodes it."""
+    # Imported here as in _decoded.
+    from ragcache_kv.codecs import decode_part, encode_part  # noqa: PLC0415
+
+    shape, num_tokens = value_shape(space), value.shape[2]
+    rounded = torch.empty_like(value)
+    for layer, out in zip(value, rounded, strict=True):
+        encoded = encode_part(_bytes(layer).reshape(-1), shape, num_tokens, precision)
+        decode_part(encoded, shape, num_tokens, precision, out=_bytes(out).reshape(-1))
+    return rounded
+
+
 def _decoded(stored: StoredValue, shape: ValueShape, value: torch.Tensor) -> torch.Tensor | None:
     """Decode a value that is not native, layer by layer; None if it cannot be decoded."""
     # Imported here: it compiles loops, which a worker that moves only native values does not need.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ragcache_core.blend.token_selection import InfluencedChunk
 from ragcache_core.identity.keys import ChunkKey, VariantKey
-from ragcache_core.identity.variant import Miss, Origin, VariantInfo
+from ragcache_core.identity.variant import LOSSLESS, Miss, Origin, PrecisionUse, VariantInfo
 from ragcache_core.store_api import AsOf
 from ragcache_wire.settings.engine import LOAD_DEADLINE_S
 
@@ -87,6 +87,8 @@ class LoadJob:
     compute_s: float | None = None
     # After this many seconds the worker stops waiting and computes what has not arrived.
     deadline_s: float = LOAD_DEADLINE_S
+    # As in ReusePlan.
+    precision: PrecisionUse = LOSSLESS
 
     def written_range(self, span: VariantSpan) -> tuple[int, int]:
         """Return the positions [start, end) of a span that the worker writes."""

@@ -70,6 +70,7 @@ class LoadProber:
             request.plan.domain,
             RecomputeJob(first, (), (), (), 0, ()) if is_blend else None,
             deadline_s=self._planner.deadline_s(request, first, end),
+            precision=request.plan.precision,
         )
 
     def observe(self, probe: ProbeOutcome) -> None:

@@ -69,6 +69,7 @@ class LoadTracker:
             request.traceparent,
             compute_s=self._costs.predict_compute_s(end, len(request.token_ids) - end),
             deadline_s=self._planner.deadline_s(request, first, end),
+            precision=request.plan.precision,
         )
 
     def finish(self, request: RequestState, outcome: LoadOutcome) -> None:

@@ -185,7 +185,9 @@ class LookupExecutor:
             )
             for named in segments
         ]
-        answer = self._client.lookup(wants, timeout_s=timeout_s, domain=plan.domain)
+        answer = self._client.lookup(
+            wants, timeout_s=timeout_s, domain=plan.domain, lossy=plan.precision.lossy
+        )
         left_s = deadline - time.monotonic()
         candidates = find_candidates(self._client, segments, answer, plan, left_s)
         num_exact = LookupResult(segments, answer).num_exact
@@ -219,7 +221,7 @@ def find_candidates(
     """Return the candidates of each segment that may blend, by the segment's index.
 
     Left out is what depends on documents that the plan's reader may not read, or on a text of
-    another key.
+    another key, and what is stored in a precision that the plan does not allow.
 
     Args:
         client: The store, which this function asks for observations.
@@ -234,7 +236,8 @@ def find_candidates(
         return [
             one
             for one in found
-            if may_use(
+            if plan.precision.allows(one.info.precision)
+            and may_use(
                 plan.reader,
                 present,
                 one.influence,

@@ -24,6 +24,7 @@ import torch
 
 from ragcache_core.eviction.policy import EvictionCandidate
 from ragcache_core.identity.keys import KVSpace, VariantKey
+from ragcache_core.identity.variant import Precision
 from ragcache_core.store_api import REUSE, VariantUse
 from ragcache_core.tiering.precision_assignment import Placement
 from ragcache_core.tiering.tier_placement import make_tier_policy
@@ -78,6 +79,11 @@ class TierRead:
     def tier(self) -> str:
         """Name of the tier that stores the value."""
         return TIER_NAMES[self._value.tier]
+
+    @property
+    def precision(self) -> Precision:
+        """The precision that the store had the value in."""
+        return self._value.offer.info.precision
 
     def pieces(self, start: int, end: int) -> Sequence[torch.Tensor]:
         """Return views of tokens [start, end), in order; see ``ChunkPool.views``."""

@@ -22,7 +22,7 @@ from ragcache_engine.kv_cache.incoming_value import (
     OfferedValue,
     ValueSource,
 )
-from ragcache_engine.kv_cache.value_tensors import decode, matches_space
+from ragcache_engine.kv_cache.value_tensors import decode, matches_space, rounded_to
 from ragcache_engine.protocol.messages import LoadJob, VariantSpan, miss_reason
 from ragcache_engine.tiers.local_tiers import LocalTiers, TierRead
 from ragcache_kv.rotation import KeyRotation
@@ -85,7 +85,8 @@ class _StoreAnswers:
 
 def share_values(one: LoadJob, other: LoadJob) -> bool:
     """Tell whether two jobs want some of the same values, under the same conditions."""
-    alike = one.domain == other.domain and (one.recompute is None) == (other.recompute is None)
+    alike = (one.domain, one.precision) == (other.domain, other.precision)
+    alike = alike and (one.recompute is None) == (other.recompute is None)
     return alike and not {s.variant for s in one.spans}.isdisjoint(s.variant for s in other.spans)
 
 
@@ -190,9 +191,15 @@ class Fetcher:
         # After its own prefix a chunk has the position at which it was computed.
         base = span.start if span.base_position is None else span.base_position
         exact = not job.can_recompute(span)
+        if not exact and job.precision.rounding is not None:
+            return None  # the tiers have values as they arrived
         use = VariantUse(fix_overhead=span.fix_overhead)
         num_tokens = span.end - span.start
-        return self._tiers.read(span.variant, num_tokens, base, job.domain, exact=exact, use=use)
+        read = self._tiers.read(span.variant, num_tokens, base, job.domain, exact=exact, use=use)
+        if read is not None and not exact and not job.precision.allows(read.precision):
+            read.close()
+            return None
+        return read
 
     def _from_tier(self, span: VariantSpan, read: TierRead) -> IncomingValue:
         num_tokens = span.end - span.start
@@ -215,6 +222,9 @@ class Fetcher:
         if not (can_recompute or stored.info.serves_exact):
             # The store re-encoded it with a lossy codec after the lookup.
             return IncomingValue(span, None, reason=miss_reason(Miss.OTHER_PRECISION))
+        if not job.precision.allows(stored.info.precision):
+            reason = miss_reason(Miss.OTHER_PRECISION)
+            return IncomingValue(span, None, reason=reason, can_recompute=can_recompute)
         if span.base_position not in (None, stored.info.base_position):
             return IncomingValue(span, None, reason="other position", can_recompute=can_recompute)
         num_tokens, size = span.end - span.start, len(stored.value)
@@ -228,6 +238,9 @@ class Fetcher:
             value = decode(stored, num_tokens, self._space, pinned=self._pins)
             if value is None:
                 return IncomingValue(span, None, reason="other layout", can_recompute=can_recompute)
+            rounding = job.precision.rounding
+            if rounding is not None and can_recompute and stored.info.precision.lossless:
+                value = rounded_to(rounding, value, self._space)
             offered_bytes, native = value.nbytes, lambda: value
             rotated = value
             if rotate_by and self._device == _CPU:
@@ -242,7 +255,10 @@ class Fetcher:
             can_recompute=can_recompute,
             num_bytes=size,
             rotate_by=rotate_by,
-            offer=OfferedValue(span.variant, stored.info, offered_bytes, job.domain, native),
+            # The tiers keep nothing of a trial.
+            offer=None
+            if job.precision.rounding is not None
+            else OfferedValue(span.variant, stored.info, offered_bytes, job.domain, native),
         )
 
     def _rotated(

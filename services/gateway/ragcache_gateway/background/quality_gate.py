@@ -6,6 +6,9 @@ all gateways reach it and its data survives restarts.
 With a quality target (``spec.reuse.quality``), questions are reused exactly until a report of this
 model passes, or until this gateway's trials have found a share that does (``QualityTrials``).
 Without a target, blends are allowed and say that nothing has verified them.
+
+Values that a store has re-encoded with a loss are used only if a report has measured each of their
+precisions with this model. Trials measure none of them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ragcache_core.errors import InvalidInput, NotFound
+from ragcache_core.identity.variant import Precision, PrecisionUse
 from ragcache_core.quality.calibration import Calibration
 from ragcache_core.quality.controller import QualityDecision
 from ragcache_core.quality.report import DEFAULT_WANTED_QUALITY, QualityReport, Verdict
@@ -49,13 +53,27 @@ class GatedReuse:
     refused: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class GateTarget:
+    """What blends are held to.
+
+    Attributes:
+        wanted_quality: The quality target; None: there is none.
+        max_recompute_share: Share that questions recompute if they do not say it.
+        lossy: The lossy precisions that the store gives to values.
+    """
+
+    wanted_quality: float | None
+    max_recompute_share: float
+    lossy: tuple[Precision, ...] = ()
+
+
 class QualityGate(BackgroundTasks):
     """Knows the report of the served model. For one event loop.
 
     Args:
         template: Hex digest of the template before the documents.
-        wanted_quality: The quality target; None: there is none.
-        max_recompute_share: Share that questions recompute if they do not say it.
+        target: What blends have to keep, and of which values.
         trials: Measure while serving; None: no quality target is set.
     """
 
@@ -64,8 +82,7 @@ class QualityGate(BackgroundTasks):
         model: ServedModel,
         template: str,
         *,
-        wanted_quality: float | None,
-        max_recompute_share: float,
+        target: GateTarget,
         retriever: RetrieverClient,
         trials: QualityTrials | None,
     ) -> None:
@@ -76,10 +93,11 @@ class QualityGate(BackgroundTasks):
         self._report_name = f"{REPORT_NAME}-{self._space}"
         self._trials_name = f"{TRIALS_NAME}-{self._space}"
         self._template = template
-        self._wanted_quality = wanted_quality
-        self._max_recompute_share = max_recompute_share
+        self._wanted_quality = target.wanted_quality
+        self._max_recompute_share = target.max_recompute_share
         self._retriever = retriever
         self._trials = trials
+        self._lossy = target.lossy
         self._saved_decision = QualityDecision()
         self.report: QualityReport | None = None
 
@@ -93,6 +111,8 @@ class QualityGate(BackgroundTasks):
             **self._conditions(),
             "model": self._model.name,
             "verdict": self.verdict(self._max_recompute_share).value,
+            "lossy_precisions": [str(one) for one in self._lossy],
+            "lossy_verdict": None if not self._lossy else self._lossy_verdict().value,
             "report": None if self.report is None else self.report.to_json(),
         }
 
@@ -105,20 +125,43 @@ class QualityGate(BackgroundTasks):
             return Verdict.UNVERIFIED
         return self.report.verdict(self._wanted(self.report), recompute_share)
 
-    def apply(self, reuse: ReuseMode, *, is_trial: bool = False) -> GatedReuse:
+    def _lossy_verdict(self) -> Verdict:
+        if self.report is None:
+            return Verdict.UNVERIFIED
+        wanted = self._wanted(self.report)
+        return self.report.verdict(wanted, self._max_recompute_share, self._lossy)
+
+    def _lossy_share(self, max_share: float) -> float | None:
+        """Return the share to recompute of values in any precision; None: lossless ones only."""
+        if self.report is None or not self._lossy:
+            return None
+        return self.report.least_share(self._wanted(self.report), max_share, self._lossy)
+
+    def apply(
+        self, reuse: ReuseMode, *, is_trial: bool = False, rounding: Precision | None = None
+    ) -> GatedReuse:
         """Return how a question that wants this mode is reused; call it once per question.
 
         Args:
+            reuse: What the question wants.
             is_trial: The question measures quality, so nothing is refused.
+            rounding: The precision that it measures; None: that of lossless values.
         """
         if is_trial:
-            return GatedReuse(replace(reuse, trial=True))
+            return GatedReuse(replace(reuse, trial=True, precision=PrecisionUse(rounding=rounding)))
         if reuse.mode != "blend":
             return GatedReuse(reuse)
         verdict = self.verdict(reuse.max_recompute_share)
         if self._trials is None:
             return GatedReuse(reuse, verdict)
         has_passed = verdict is Verdict.PASSED
+        lossy_share = self._lossy_share(reuse.max_recompute_share)
+        if has_passed and lossy_share is not None:
+            # An alpha of the trials was found with lossless values, so the report's share counts.
+            reuse = replace(
+                reuse, max_recompute_share=lossy_share, precision=PrecisionUse(lossy=True)
+            )
+            return GatedReuse(reuse, verdict)
         if has_passed and self.report is not None and not self._trials.decision.decided:
             wanted = self._wanted(self.report)
             share = self.report.least_share(wanted, reuse.max_recompute_share)

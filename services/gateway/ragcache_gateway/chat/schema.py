@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, T
 
 from ragcache_core.access.json_bounds import MAX_VALUES
 from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.variant import Precision
 from ragcache_core.quality.report import Verdict
 from ragcache_gateway.chat.client_passages import MAX_PASSAGES, ClientPassage
 from ragcache_gateway.chat.content import MessageText, media_warnings, read_content
@@ -301,6 +302,32 @@ class RagCacheOptions(SearchOptions):
             "same prompt is used, and blend is not refused. `ragcache quality` sets it."
         ),
     )
+
+    precision: str | None = Field(
+        default=None,
+        max_length=32,
+        description=(
+            "Measure quality as if all blended values were stored in these codecs of keys and "
+            "values, like `int8` or `int8/e4m3`. Only for blend with `trial`."
+        ),
+    )
+
+    def rounding(self, mode: str) -> Precision | None:
+        """Return the precision to measure. Raises InvalidInput."""
+        if self.precision is None:
+            return None
+        if not self.trial or mode != "blend":
+            raise InvalidInput(
+                "ragcache.precision",
+                "is given without trial and blend",
+                "leave it out: cacheStore.precision of the RagCache sets it",
+            )
+        try:
+            return Precision.parse(self.precision)
+        except ValueError as error:
+            raise InvalidInput(
+                "ragcache.precision", f"is wrong: {error}", "name codecs, like int8"
+            ) from error
 
     @model_validator(mode="after")
     def _check_passages(self) -> Self:

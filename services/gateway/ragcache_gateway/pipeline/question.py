@@ -103,7 +103,9 @@ def read_question(
     if request.retrieves() and not conversation.question.strip():
         raise InvalidInput(text_field(request), "has no text", "send a question")
     reuse = requested_reuse(options.reuse, options.max_recompute_share, services.default_reuse)
-    gated = services.gate.apply(reuse, is_trial=options.trial)
+    gated = services.gate.apply(
+        reuse, is_trial=options.trial, rounding=options.rounding(reuse.mode)
+    )
     position = services.tenant_queue.position(caller)
     services.slo.check_queues(arrived(started, request), position)
     return Question(request, caller, conversation, gated, started)

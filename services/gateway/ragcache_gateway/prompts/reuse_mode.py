@@ -7,6 +7,7 @@ from typing import Literal
 
 from ragcache_core.errors import InvalidInput
 from ragcache_core.identity.keys import KVSpace
+from ragcache_core.identity.variant import LOSSLESS, PrecisionUse
 from ragcache_core.plan.prompt import plan_blend, plan_compute, plan_exact
 from ragcache_core.plan.reuse_plan import ReusePlan
 from ragcache_core.quality.controller import AskedQuestion
@@ -39,12 +40,14 @@ class ReuseMode:
             taken from after other prefixes.
         alpha: As in ``ReusePlan``; set by quality trials, never by a request.
         trial: As in ``ReusePlan``; set by quality trials, and by requests that measure quality.
+        precision: As in ``ReusePlan``; set by the quality gate, and by requests that measure.
     """
 
     mode: Mode
     max_recompute_share: float
     alpha: float | None = None
     trial: bool = False
+    precision: PrecisionUse = LOSSLESS
 
 
 def requested_reuse(
@@ -91,5 +94,6 @@ def plan_reuse(
                 planned_at_ms=planned_at_ms,
                 alpha=reuse.alpha,
                 trial=reuse.trial,
+                precision=reuse.precision,
                 reader=asked.reader,
             )

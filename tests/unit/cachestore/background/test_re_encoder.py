@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from ragcache_cachestore.background.graded_assignment import NUM_SAMPLES, GradedAssignment
 from ragcache_cachestore.background.re_encoder import (
     Allowance,
     Pace,
@@ -40,16 +41,18 @@ from ragcache_core.identity.variant import (
     Tier,
     ValuePart,
     ValueShape,
+    ValueTags,
     VariantInfo,
 )
 from ragcache_core.store_api import Ack, LookupKey, NewVariant, PutCompletion, PutOutcome
 from ragcache_core.tiering.precision_assignment import (
     HA_RAG_SCHEMES,
-    FixedAssignment,
+    NATIVE,
     HaRagAssignment,
     PrecisionAssignment,
     RankPlacement,
 )
+from ragcache_core.tiering.precision_policy import PrecisionPolicy, Scheme
 from ragcache_core.tiering.score_assignment import Grade, ScoreAssignment
 from ragcache_kv.codecs import decode_part
 from ragcache_kv.values.layout import FORMAT, checksum
@@ -61,8 +64,17 @@ SHAPE = ValueShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 TOKENS = 4
 NATIVE_BYTES = 2 * 2 * TOKENS * 2 * 64 * 2
 INT8 = Precision(Codec.INT8, Codec.INT8)
+GSE8 = Precision(Codec.GSE8, Codec.GSE8)
+PACKED = Precision(Codec.PACKED, Codec.PACKED)
 MIXED = Precision(Codec.INT8, Codec.INT4)
 PACE = Pace(scan_interval_s=10, half_life_s=100, min_age_s=30, num_scans=3, encode_bytes_per_s=1e9)
+
+
+def fixed(
+    precision: Precision = NATIVE, placement: RankPlacement | None = None
+) -> PrecisionAssignment:
+    """Return an assignment of one precision to all variants."""
+    return HaRagAssignment((precision,), (), placement or RankPlacement())
 
 
 def key(name: int) -> VariantKey:
@@ -104,6 +116,7 @@ class DictStore:
         self.held: dict[VariantKey, FakeVariant] = {}
         self.prefetched: list[VariantKey] = []
         self.down = False
+        self.lossy_readers = True
         self._identities = itertools.count()
 
     def put(self, name: int, *, shape: ValueShape | None = SHAPE, tier: Tier = Tier.MEMORY) -> None:
@@ -151,6 +164,9 @@ class DictStore:
             return None
         return bytearray(record.value)
 
+    def has_lossy_readers(self) -> bool:
+        return self.lossy_readers
+
     def swap(
         self,
         key: VariantKey,
@@ -195,7 +211,7 @@ def make(
 
 
 def test_exact_values_stay_exact_by_default() -> None:
-    store, re_encoder, clock = make(FixedAssignment())
+    store, re_encoder, clock = make(fixed())
     for name in range(10):
         store.put(name)
     run(re_encoder, clock, 200)
@@ -236,7 +252,7 @@ def test_score_assignment_keeps_hot_variants_exact_and_shrinks_the_rest() -> Non
 
 
 def test_young_variants_and_single_scans_change_nothing() -> None:
-    store, re_encoder, clock = make(FixedAssignment(INT8), replace(PACE, min_age_s=35))
+    store, re_encoder, clock = make(fixed(INT8), replace(PACE, min_age_s=35))
     store.put(0)
     run(re_encoder, clock, 40)  # scans at 10, 20 and 30 s: the variant is known for 20 s
     assert store.precision(0) == Precision()
@@ -247,9 +263,7 @@ def test_young_variants_and_single_scans_change_nothing() -> None:
 
 
 def test_re_encoding_respects_its_rate() -> None:
-    store, re_encoder, clock = make(
-        FixedAssignment(INT8), replace(PACE, encode_bytes_per_s=NATIVE_BYTES / 4)
-    )
+    store, re_encoder, clock = make(fixed(INT8), replace(PACE, encode_bytes_per_s=NATIVE_BYTES / 4))
     for name in range(30):
         store.put(name)
     run(re_encoder, clock, 40)
@@ -262,7 +276,7 @@ def test_re_encoding_respects_its_rate() -> None:
 
 def test_the_coldest_variant_is_re_encoded_first() -> None:
     store, re_encoder, clock = make(
-        FixedAssignment(INT8), replace(PACE, encode_bytes_per_s=NATIVE_BYTES / 1000)
+        fixed(INT8), replace(PACE, encode_bytes_per_s=NATIVE_BYTES / 1000)
     )
     for name in range(5):
         store.put(name)
@@ -272,7 +286,7 @@ def test_the_coldest_variant_is_re_encoded_first() -> None:
 
 
 def test_a_variant_that_turns_hot_wants_higher_precision_until_it_is_put_again() -> None:
-    store, re_encoder, clock = make(HaRagAssignment(percents=(50, 0, 0)))
+    store, re_encoder, clock = make(HaRagAssignment(shares=(0.5, 0, 0)))
     for name in range(2):
         store.put(name)
     store.use(0, times=10)
@@ -293,28 +307,76 @@ def test_a_variant_that_turns_hot_wants_higher_precision_until_it_is_put_again()
 
 
 def test_a_variant_below_the_fixed_precision_wants_more_and_is_not_changed() -> None:
-    store, re_encoder, clock = make(FixedAssignment(MIXED))
+    store, re_encoder, clock = make(fixed(MIXED))
     store.put(0)
     run(re_encoder, clock, 100)
     assert store.precision(0) == MIXED
-    exact = ReEncoder(cast("VariantAccess", store), FixedAssignment(), PACE, clock)
+    exact = ReEncoder(cast("VariantAccess", store), fixed(), PACE, clock)
     run(exact, clock, 100)
     assert store.precision(0) == MIXED
     assert store.held[key(0)].candidate.wants_higher_precision
 
 
-def test_a_lower_precision_is_encoded_from_the_stored_one() -> None:
-    store, re_encoder, clock = make(FixedAssignment(INT8))
+def test_a_lossy_value_is_not_encoded_once_more() -> None:
+    store, re_encoder, clock = make(fixed(INT8))
     store.put(0)
     run(re_encoder, clock, 100)
-    coarser = ReEncoder(cast("VariantAccess", store), FixedAssignment(MIXED), PACE, clock)
+    coarser = ReEncoder(cast("VariantAccess", store), fixed(MIXED), PACE, clock)
     run(coarser, clock, 100)
-    assert store.precision(0) == MIXED
-    assert np.sqrt(np.mean((store.decoded(0) - numbers(0)) ** 2)) < 0.15
+    assert store.precision(0) == INT8
+
+
+def test_nothing_loses_precision_before_a_reader_may_use_it() -> None:
+    store, re_encoder, clock = make(fixed(INT8))
+    store.lossy_readers = False
+    store.put(0)
+    run(re_encoder, clock, 200)
+    assert store.precision(0) == NATIVE
+    store.lossy_readers = True
+    run(re_encoder, clock, 100)
+    assert store.precision(0) == INT8
+
+
+def test_lossless_encodings_wait_for_no_reader() -> None:
+    store, re_encoder, clock = make(fixed(PACKED))
+    store.lossy_readers = False
+    store.put(0)
+    run(re_encoder, clock, 100)
+    assert re_encoder.counters.re_encoded + len(re_encoder._incompressible) == 1
+
+
+def test_a_value_is_re_encoded_only_as_its_client_has_tagged_it() -> None:
+    store, re_encoder, clock = make(fixed(INT8))
+    for name, tags in enumerate(
+        (ValueTags(bytes(16)), ValueTags(bytes(16), ((INT8, bytes(16)),)), ValueTags(b""))
+    ):
+        store.put(name)
+        store.held[key(name)].candidate.tag = tags.to_bytes()
+    run(re_encoder, clock, 100)
+    assert [store.precision(name) for name in range(3)] == [NATIVE, INT8, INT8]
+
+
+def test_scheme_score_measures_the_grades_before_it_assigns_them() -> None:
+    policy = PrecisionPolicy(Scheme.SCORE, (NATIVE, INT8, GSE8), max_error=0.02)
+    assignment = GradedAssignment(policy, memory_bytes=1 << 20)
+    store, re_encoder, clock = make(assignment)
+    for name in range(NUM_SAMPLES - 1):
+        store.put(name)
+    run(re_encoder, clock, 100)
+    assert assignment.needs_samples
+    assert {store.precision(name) for name in range(NUM_SAMPLES - 1)} == {NATIVE}
+    store.put(NUM_SAMPLES - 1)
+    for name in range(2):
+        store.use(name, times=100)
+    run(re_encoder, clock, 100)
+    assert not assignment.needs_samples
+    # Nearly all reads are of two variants, so that the others hardly count for the bound.
+    assert {store.precision(name) for name in range(2)} <= {NATIVE, INT8}
+    assert {store.precision(name) for name in range(2, NUM_SAMPLES)} == {GSE8}
 
 
 def test_corrupt_bytes_are_not_re_encoded() -> None:
-    store, re_encoder, clock = make(FixedAssignment(INT8))
+    store, re_encoder, clock = make(fixed(INT8))
     store.put(0)
     record = store.held[key(0)]
     record.value = bytes([record.value[0] ^ 1]) + record.value[1:]
@@ -325,7 +387,7 @@ def test_corrupt_bytes_are_not_re_encoded() -> None:
 
 
 def test_a_value_of_impossible_size_does_not_stop_the_re_encoder() -> None:
-    store, re_encoder, clock = make(FixedAssignment(INT8))
+    store, re_encoder, clock = make(fixed(INT8))
     store.put(0)
     store.put(1)
     record = store.held[key(0)]
@@ -341,7 +403,7 @@ def test_a_value_of_impossible_size_does_not_stop_the_re_encoder() -> None:
 
 
 def test_a_leased_variant_is_tried_again() -> None:
-    store, re_encoder, clock = make(FixedAssignment(INT8))
+    store, re_encoder, clock = make(fixed(INT8))
     store.put(0)
     store.held[key(0)].busy = True
     run(re_encoder, clock, 60)
@@ -353,7 +415,7 @@ def test_a_leased_variant_is_tried_again() -> None:
 
 
 def test_opaque_values_are_not_re_encoded() -> None:
-    store, re_encoder, clock = make(FixedAssignment(INT8))
+    store, re_encoder, clock = make(fixed(INT8))
     store.put(0, shape=None)
     store.put(1, shape=replace(SHAPE, dtype="float8"))
     store.put(2, shape=replace(SHAPE, num_layers=7))
@@ -365,9 +427,9 @@ def test_opaque_values_are_not_re_encoded() -> None:
 
 
 def test_hot_variants_are_promoted_at_a_bounded_rate() -> None:
-    placement = RankPlacement(gpu_percent=10, pinned_percent=10, pageable_percent=20)
+    placement = RankPlacement(gpu_share=0.1, pinned_share=0.1, pageable_share=0.2)
     store, re_encoder, clock = make(
-        FixedAssignment(placement=placement), replace(PACE, move_bytes_per_s=NATIVE_BYTES / 2)
+        fixed(placement=placement), replace(PACE, move_bytes_per_s=NATIVE_BYTES / 2)
     )
     for name in range(10):
         store.put(name, tier=Tier.DISK)
@@ -385,7 +447,7 @@ def test_hot_variants_are_promoted_at_a_bounded_rate() -> None:
 
 
 def test_variants_without_reads_are_not_promoted() -> None:
-    store, re_encoder, clock = make(FixedAssignment(placement=RankPlacement(50, 50, 0)))
+    store, re_encoder, clock = make(fixed(placement=RankPlacement(0.5, 0.5, 0)))
     store.put(0, tier=Tier.DISK)
     run(re_encoder, clock, 50)
     assert store.prefetched == []
@@ -411,9 +473,7 @@ def test_the_thread_survives_errors_of_the_store() -> None:
             return store.read(key, identity)
 
     pace = replace(PACE, scan_interval_s=1e-3, min_age_s=0)
-    re_encoder = ReEncoder(
-        cast("VariantAccess", Watched()), FixedAssignment(INT8), pace, time.monotonic
-    )
+    re_encoder = ReEncoder(cast("VariantAccess", Watched()), fixed(INT8), pace, time.monotonic)
     re_encoder.start()
     try:
         assert scanned.wait(LIMIT_S)
@@ -479,7 +539,7 @@ def read_for_real(store: Store, name: int) -> np.ndarray:
 def test_in_a_real_store_cold_variants_shrink_and_no_longer_serve_exact(tmp_path: Path) -> None:
     clock = ManualClock()
     store = Store(tmp_path, StoreOptions(4 << 20, 64 << 20, clock=clock))
-    re_encoder = ReEncoder(store.variants, HaRagAssignment(percents=(25, 25, 0)), PACE, clock)
+    re_encoder = ReEncoder(store.variants, HaRagAssignment(shares=(0.25, 0.25, 0)), PACE, clock)
     try:
         for name in range(4):
             put_for_real(store, name)
@@ -487,6 +547,7 @@ def test_in_a_real_store_cold_variants_shrink_and_no_longer_serve_exact(tmp_path
             for _ in range(times):
                 read_for_real(store, name)
         store.mover.writer.flush()
+        store.reads.note_lossy_reader()
         for _ in range(30):  # a variant whose write is pending is tried again
             run(re_encoder, clock, 10)
             store.mover.writer.flush()
@@ -538,8 +599,8 @@ def test_in_a_real_store_hot_variants_are_promoted(tmp_path: Path) -> None:
 
     try:
         assert {one.tier for one in store.variants.all()} == {Tier.DISK}
-        placement = RankPlacement(gpu_percent=0, pinned_percent=0, pageable_percent=25)
-        re_encoder = ReEncoder(Counted(), FixedAssignment(placement=placement), PACE, clock)  # type: ignore[arg-type]
+        placement = RankPlacement(gpu_share=0, pinned_share=0, pageable_share=0.25)
+        re_encoder = ReEncoder(Counted(), fixed(placement=placement), PACE, clock)  # type: ignore[arg-type]
         run(re_encoder, clock, 15)
 
         def tiers() -> dict[VariantKey, Tier]:
@@ -562,7 +623,7 @@ class KeptStoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.store, self.re_encoder, self.clock = make(
-            HaRagAssignment(percents=(30, 20, 10)), replace(PACE, num_scans=1, min_age_s=0)
+            HaRagAssignment(shares=(0.3, 0.2, 0.1)), replace(PACE, num_scans=1, min_age_s=0)
         )
         self.bytes: dict[int, int] = {}
         self.names = itertools.count()

@@ -13,7 +13,7 @@ from ragcache_core.errors import InvalidInput
 
 def test_a_new_folder_is_created_with_its_layout(tmp_path: Path) -> None:
     folder = DataDir(tmp_path / "a" / "b")
-    assert (tmp_path / "a" / "b" / "FORMAT").read_text() == FORMAT == "ragcache-cachestore 5\n"
+    assert (tmp_path / "a" / "b" / "FORMAT").read_text() == FORMAT == "ragcache-cachestore 6\n"
     folder.close()
     DataDir(tmp_path / "a" / "b").close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ragcache_cli.commands.quality import (
     summary,
 )
 from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.variant import Precision
 from ragcache_core.quality.report import MIN_QUESTIONS
 
 MARKDOWN = "# Billing\n\nIntro.\n\n## Invoices\n\nText.\n\n## Late payments ##\n\nText.\n"
@@ -63,7 +64,9 @@ def test_a_file_without_questions_is_a_mistake_that_is_named(tmp_path: Path, tex
 class FakeGateway:
     """Answers like a gateway: a blend with less than 10 % recomputed gives another answer."""
 
-    def __init__(self, *, precompute: bool = False, blended_tokens: int = 80) -> None:
+    def __init__(
+        self, *, precompute: bool = False, blended_tokens: int = 80, lossy: Sequence[str] = ()
+    ) -> None:
         self.state: dict[str, Any] = {
             "model": "m",
             "space": "s",
@@ -72,6 +75,7 @@ class FakeGateway:
             "precompute": precompute,
             "wanted_quality": None,
             "max_recompute_share": 0.2,
+            "lossy_precisions": list(lossy),
         }
         self.blended_tokens = blended_tokens
         self.model: str | None = None
@@ -98,6 +102,7 @@ class FakeGateway:
         options = body["ragcache"]
         is_blend = options["reuse"] == "blend"
         is_worse = is_blend and options["max_recompute_share"] < 0.1
+        is_worse |= options.get("precision") == "gse8"
         return {
             "choices": [{"message": {"content": "one two four" if is_worse else "one two three"}}],
             "ragcache": {
@@ -147,6 +152,19 @@ async def test_every_question_is_answered_in_full_and_with_each_share() -> None:
     assert (report.space, report.template, report.capture) == ("s", "t", "on demand")
     assert "10%" in summary(report, 0.2, "passed")
     assert report.least_share(report.wanted_quality, 0.2) == 0.1
+
+
+async def test_every_lossy_precision_of_the_platform_is_measured_with_each_share() -> None:
+    gateway = FakeGateway(lossy=("int8", "gse8"))
+    report, told = await measured(gateway)
+    assert len(gateway.asked) == 7 * MIN_QUESTIONS
+    assert told[-1] == (8 * MIN_QUESTIONS, 8 * MIN_QUESTIONS)
+    assert {body["ragcache"].get("precision") for body in gateway.asked} == {None, "int8", "gse8"}
+    kept = {(one.precision, one.recompute_share): one.same_answers for one in report.budgets}
+    assert len(kept) == 6
+    assert (kept["native", 0.1], kept["int8", 0.1], kept["gse8", 0.1]) == (1.0, 1.0, 0.0)
+    assert report.least_share(0.9, 0.2, [Precision.parse("int8")]) == 0.1
+    assert report.least_share(0.9, 0.2, [Precision.parse("gse8")]) is None
 
 
 async def test_chunks_that_the_platform_computes_ahead_are_measured_as_they_are() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.errors import InvalidInput
+from ragcache_core.identity.variant import Precision
 from ragcache_core.quality.report import MIN_QUESTIONS, BudgetQuality, QualityReport, Verdict
 from ragcache_core.quality.similarity import first_token_kl
 
@@ -30,6 +31,29 @@ def test_the_least_share_that_keeps_the_quality_is_chosen() -> None:
     assert measured.least_share(0.9, 0.2) == 0.1
     assert measured.least_share(0.94, 0.3) == 0.2
     assert measured.least_share(0.99, 0.2) is None
+
+
+INT8, GSE8 = Precision.parse("int8"), Precision.parse("gse8")
+
+
+def in_precision(one: Precision, share: float, rouge: float) -> BudgetQuality:
+    return replace(budget(share, rouge), precision=str(one))
+
+
+def test_a_share_holds_for_lossy_values_if_each_precision_keeps_the_quality_with_it() -> None:
+    measured = report(
+        *(budget(0.0, 0.92), budget(0.1, 0.95), budget(0.2, 0.99)),
+        *(in_precision(INT8, 0.0, 0.91), in_precision(INT8, 0.1, 0.94)),
+        *(in_precision(GSE8, 0.0, 0.7), in_precision(GSE8, 0.1, 0.93)),
+    )
+    assert measured.least_share(0.9, 0.2) == 0.0
+    assert measured.least_share(0.9, 0.2, [INT8]) == 0.0
+    assert measured.least_share(0.9, 0.2, [INT8, GSE8]) == 0.1
+    assert measured.verdict(0.9, 0.2, [INT8, GSE8]) is Verdict.PASSED
+    assert measured.verdict(0.94, 0.2, [INT8, GSE8]) is Verdict.FAILED
+    # Of a share that not every precision was measured with, nothing is known.
+    assert measured.verdict(0.9, 0.2, [Precision.parse("e5m2")]) is Verdict.UNVERIFIED
+    assert QualityReport.from_json(measured.to_json()).least_share(0.9, 0.2, [GSE8]) == 0.1
 
 
 def test_a_lucky_small_share_does_not_count() -> None:
@@ -91,7 +115,7 @@ def test_a_report_survives_json_and_passes_only_with_a_share_that_keeps_the_qual
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("version", 2),
+        ("version", 1),
         ("model", ""),
         ("space", None),
         ("template", 7),

@@ -19,6 +19,7 @@ from ragcache_core.identity.variant import (  # noqa: E402
     Codec,
     Miss,
     Precision,
+    PrecisionUse,
     Provenance,
     Tier,
     VariantInfo,
@@ -250,6 +251,22 @@ def fetcher() -> Iterator[FetcherHarness]:
     made.worker.connector.close()
 
 
+def test_a_lossy_value_is_blended_only_if_the_plan_allows_its_precision(
+    fetcher: FetcherHarness,
+) -> None:
+    span = VariantSpan(key(0), 0, 40)
+    fetcher.store.values[key(0)] = stored_with(INT8, 40)
+    for use, tiers in (
+        (PrecisionUse(), []),
+        (PrecisionUse(lossy=True), ["store"]),
+        (PrecisionUse(lossy=True), ["host"]),
+        (PrecisionUse(), []),  # neither from the host tier nor from the store
+        (PrecisionUse(rounding=INT8), ["store"]),
+    ):
+        values = fetcher.fetch(replace(blend_of(span), precision=use))
+        assert [one.tier for one in values if one.source is not None] == tiers
+
+
 def stored_with(precision: Precision, num_tokens: int, *, exact: bool = True) -> StoredValue:
     generator = torch.Generator().manual_seed(num_tokens)
     value = torch.randn(2, 2, num_tokens, 1, 4, generator=generator).bfloat16()
@@ -269,8 +286,9 @@ def test_an_approximate_value_serves_blend_and_never_exact(
     precision = INT8 if lossy else Precision()
     stored = stored_with(precision, 40, exact=lossy)
     fetcher.store.values[key(0)] = stored
-    fetcher.fetch(blend_of(span))
-    (value,) = fetcher.fetch(blend_of(span))
+    blend = replace(blend_of(span), precision=PrecisionUse(lossy=lossy))
+    fetcher.fetch(blend)
+    (value,) = fetcher.fetch(blend)
     assert value.tier == "host"
     assert value.source is not None
     (piece,) = value.source.pieces(0, 40)

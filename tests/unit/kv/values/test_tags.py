@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache_cachestore.background.re_encoder import re_encode_value
 from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.identity.variant import (
     TAG_BYTES,
@@ -17,9 +19,11 @@ from ragcache_core.identity.variant import (
     Provenance,
     Tier,
     ValueShape,
+    ValueTags,
 )
 from ragcache_core.store_api import NewVariant
 from ragcache_kv.values.buffers import checksummed_parts
+from ragcache_kv.values.layout import FORMAT, value_parts
 from ragcache_kv.values.stored_value import StoredValue
 from ragcache_kv.values.tags import TaggedValue, is_authentic
 from tests.kit.store import key, value, variant, whole
@@ -91,3 +95,58 @@ def test_a_tag_does_not_depend_on_how_parts_came(sizes: list[int], data: st.Data
 def test_the_keys_of_names_and_tags_tell_nothing_of_each_other() -> None:
     assert len({KEY.names, KEY.tags, OTHER.names, OTHER.tags}) == 4
     assert "names" not in repr(KEY)
+
+
+NATIVE_SHAPE = ValueShape(2, 2, 8, "bfloat16")
+ENCODINGS = tuple(map(Precision.parse, ("packed", "int8", "e4m3/e5m2", "gse8")))
+
+
+def native_value() -> tuple[NewVariant, bytes]:
+    sizes = value_parts(NATIVE_SHAPE, 16)
+    raw = np.random.default_rng(1).standard_normal(sum(sizes) // 2).astype(np.float32)
+    bits = (raw.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    new = variant(key(1), bits, shape=NATIVE_SHAPE)
+    info = replace(new.info, num_tokens=16)
+    return replace(new, info=info, part_bytes=sizes, value_format=FORMAT), bits
+
+
+@pytest.mark.parametrize("precision", ENCODINGS, ids=str)
+def test_a_value_that_a_store_re_encodes_is_authentic(precision: Precision) -> None:
+    new, raw = native_value()
+    tag = TaggedValue(KEY, new, whole(new, raw), ENCODINGS).tag()
+    assert is_authentic(KEY, new.key, stored(new, raw, tag))
+    parts = list(checksummed_parts(memoryview(raw), new.part_bytes))
+    views = re_encode_value(bytearray(raw), parts, NATIVE_SHAPE, 16, Precision(), precision)
+    encoded = b"".join(views)
+    info = replace(new.info, num_bytes=len(encoded), precision=precision)
+    sizes = tuple(view.nbytes for view in views)
+    changed = replace(new, info=info, part_bytes=sizes)
+    assert is_authentic(KEY, new.key, stored(changed, encoded, tag))
+    assert not is_authentic(OTHER, new.key, stored(changed, encoded, tag))
+    forged = bytes([encoded[0] ^ 1]) + encoded[1:]
+    assert not is_authentic(KEY, new.key, stored(changed, forged, tag))
+    # Without a tag of this precision, a client refuses it.
+    untagged = TaggedValue(KEY, new, whole(new, raw)).tag()
+    assert not is_authentic(KEY, new.key, stored(changed, encoded, untagged))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.builds(Precision, st.sampled_from(Codec), st.sampled_from(Codec)),
+            st.binary(min_size=16, max_size=16),
+        ),
+        max_size=4,
+    )
+)
+def test_tags_survive_as_bytes(encodings: list[tuple[Precision, bytes]]) -> None:
+    tags = ValueTags(bytes(16), tuple(encodings))
+    assert ValueTags.from_bytes(tags.to_bytes()) == tags
+
+
+@pytest.mark.parametrize(
+    "packed", [bytes(15), bytes(17), bytes(16 + 5 * 17), bytes(16) + b"\xff" * 17]
+)
+def test_bytes_that_are_no_tags_are_refused(packed: bytes) -> None:
+    with pytest.raises(ValueError, match=r"no tags|no code"):
+        ValueTags.from_bytes(packed)

@@ -20,6 +20,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.eviction.registry import DEFAULT_POLICY, POLICY_NAMES
 from ragcache_core.identity.variant import Precision
 from ragcache_core.plan.signature import parse_keys
+from ragcache_core.tiering.precision_policy import PrecisionPolicy, Scheme
 from ragcache_operator.builders import build_children
 from ragcache_operator.builders.autoscaling import REPLICA_RANGE, with_replicas
 from ragcache_operator.builders.capabilities import OLDEST_MINOR, Capabilities, unsupported_features
@@ -72,10 +73,28 @@ def test_the_store_accepts_its_environment(spec: Object) -> None:
     assert told.replication == store.replication.enabled
     assert told.reuse == cache.spec.reuse.mode
     assert told.data_listen == "0.0.0.0:50052"
-    precise = store.precision
-    given_precision = Precision.parse(f"{precise.key}/{precise.value}")
-    assert given_precision.lossless
-    assert told.precision == given_precision
+    grades = [Precision.parse(f"{one.key}/{one.value}") for one in store.precision.grades]
+    assert told.precision.encodings == tuple(one for one in grades if one != Precision())
+
+
+def test_every_part_is_told_the_grades_of_precision() -> None:
+    grades = [
+        {"share": 0.1, "key": "native", "value": "packed"},
+        {"share": 0.2, "key": "int8", "value": "e4m3"},
+        {"share": 0.3, "key": "e5m2", "value": "int8"},
+        {"key": "gse8", "value": "gse8"},
+    ]
+    cache = make_cache(
+        reuse={"mode": "blend", "quality": 0.9}, cacheStore={"precision": {"grades": grades}}
+    )
+    wanted = PrecisionPolicy(
+        Scheme.HARAG,
+        tuple(map(Precision.parse, ("native/packed", "int8/e4m3", "e5m2/int8", "gse8"))),
+        (0.1, 0.2, 0.3),
+    )
+    for part in ("cachestore", "engine-main", "gateway"):
+        told = env_of(children_of(cache), part)["RAGCACHE_PRECISION"]
+        assert PrecisionPolicy.parse(told) == wanted
 
 
 def test_policies_exist_in_core() -> None:

@@ -20,7 +20,7 @@ from ragcache_wire.settings import (
     RetrieverSettings,
     unmapped_settings,
 )
-from ragcache_wire.settings.table import ServiceSettings, rows
+from ragcache_wire.settings.table import ServiceSettings, rows, setting
 from tests.kit.operator import build, container_of, make_cache
 
 EVERYTHING: dict[str, Any] = {
@@ -126,5 +126,8 @@ def test_a_name_that_is_not_in_the_table_is_an_error() -> None:
 
 
 def test_a_field_that_the_operator_cannot_write_is_an_error() -> None:
+    class Unwritable(ServiceSettings):
+        precision: str = setting("", spec="spec.cacheStore.precision")
+
     with pytest.raises(TypeError, match="precision: a builder has to give"):
-        settings_environment(CacheStoreSettings, make_cache(), disk_bytes="1", admission="score")
+        settings_environment(Unwritable, make_cache())

@@ -190,8 +190,13 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "cacheStore.encryption.secretRef.key": ("two", STORE, ""),
     "cacheStore.policy": ("lru", STORE, ""),
     "cacheStore.admission": ("secondTouch", STORE, ""),
-    "cacheStore.precision.key": ("packed", STORE, ""),
-    "cacheStore.precision.value": ("packed", STORE, ""),
+    "cacheStore.precision.scheme": ("score", f"{STORE} {ENGINE} {GATEWAY}", ""),
+    "cacheStore.precision.grades": (
+        [{"share": 0.1}, {"key": "int8", "value": "gse8"}],
+        f"{STORE} {ENGINE} {GATEWAY}",
+        "",
+    ),
+    "cacheStore.precision.maxError": (0.01, f"{STORE} {ENGINE} {GATEWAY}", ""),
     "cacheStore.replication.enabled": (False, STORE, ""),
     "cacheStore.resources.cpu": ("2", STORE, ""),
     "cacheStore.resources.memory": ("3Gi", STORE, ""),
@@ -282,6 +287,12 @@ def base_of(path: str) -> Object:
         del spec["engines"][0]["autoscaling"]
     if path.startswith("cacheStore.encryption"):
         spec.setdefault("cacheStore", {})["encryption"] = {"secretRef": {"name": "one"}}
+    if path.startswith("cacheStore.precision"):
+        spec["reuse"] = {"mode": "blend", "quality": 0.9}
+        precision: Object = {"grades": [{"key": "packed", "value": "int8"}]}
+        if path == "cacheStore.precision.maxError":
+            precision["scheme"] = "score"
+        spec.setdefault("cacheStore", {})["precision"] = precision
     if path == "trustedCA.key":
         spec["trustedCA"] = {"configMap": "one"}
     if path == "proxy.noProxy":

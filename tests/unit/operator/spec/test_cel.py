@@ -406,7 +406,12 @@ def _optional_samples(field: Schema) -> list[Any]:
         return list(field["enum"])
     if field.get("type") == "string":
         return samples(field) if "default" in field else []
-    return samples(field)[:1] if field.get("type") in ("object", "boolean") else []
+    if field.get("type") == "array":
+        return samples(field)[-1:] if "default" in field else []
+    if field.get("type") == "object":
+        found = samples(field)
+        return [found[0], *found[1:][-1:]]
+    return samples(field)[:1] if field.get("type") == "boolean" else []
 
 
 @kinds

@@ -379,6 +379,7 @@ def test_a_rejected_spec_keeps_the_component_conditions() -> None:
     [
         ("passed", "True", "MeasurementPassed"),
         ("failed", "False", "MeasurementFailed"),
+        ("lossless", "False", "PrecisionNotMeasured"),
         ("unverified", "False", "NotMeasured"),
         (None, "Unknown", "Waiting"),
     ],

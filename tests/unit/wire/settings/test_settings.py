@@ -11,6 +11,7 @@ from ragcache_core.errors import InvalidInput
 from ragcache_core.eviction.admission import ADMISSION_NAMES
 from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.identity.variant import Codec, Precision
+from ragcache_core.tiering.precision_policy import PrecisionPolicy, Scheme
 from ragcache_core.tiering.tier_placement import TIER_POLICIES
 from ragcache_wire.settings import (
     CacheStoreSettings,
@@ -164,13 +165,18 @@ def test_a_wrong_variable_is_named(table: type[ServiceSettings], field: str, val
     assert refused.value.field == variable(field)
 
 
+GRADES = PrecisionPolicy(
+    Scheme.HARAG, (Precision(), Precision(Codec.INT8, Codec.GSE8)), shares=(0.25,)
+)
+
+
 def test_a_full_environment_of_the_cache_store() -> None:
     environment = {
         "RAGCACHE_LOG_LEVEL": "debug",
         "RAGCACHE_HEALTH_LISTEN": "0.0.0.0:8081",
         "RAGCACHE_POLICY": "lru",
         "RAGCACHE_ADMISSION": "second-touch",
-        "RAGCACHE_PRECISION": "int8/int4",
+        "RAGCACHE_PRECISION": str(GRADES),
         "RAGCACHE_REUSE": "blend",
         "RAGCACHE_DATA_LISTEN": "0.0.0.0:7001",
         "RAGCACHE_DATA_SOCKET": "/run/transport.sock",
@@ -191,7 +197,7 @@ def test_a_full_environment_of_the_cache_store() -> None:
         log_level="debug",
         policy="lru",
         admission="second-touch",
-        precision=Precision(Codec.INT8, Codec.INT4),
+        precision=GRADES,
         reuse="blend",
         data_listen="0.0.0.0:7001",
         data_socket=Path("/run/transport.sock"),
@@ -211,9 +217,25 @@ def test_what_the_cache_store_is_not_told_has_a_default() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["harag", "score"])
-def test_an_assignment_may_decide_on_the_precision(name: str) -> None:
-    assert read(CacheStoreSettings, **{"RAGCACHE_PRECISION": name}).precision == name
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int8",
+        "[]",
+        '{"grades": []}',
+        '{"grades": ["int9"]}',
+        '{"grades": ["native", "int8"]}',
+        '{"grades": ["native", "int8"], "shares": [1.0]}',
+        '{"scheme": "rank"}',
+        '{"max_error": 0}',
+        '{"grade": []}',
+        '{"grades": "int8"}',
+    ],
+)
+def test_a_wrong_policy_of_precision_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        read(CacheStoreSettings, **{"RAGCACHE_PRECISION": text})
+    assert refused.value.field == "RAGCACHE_PRECISION"
 
 
 def test_a_shard_must_know_its_own_name() -> None:

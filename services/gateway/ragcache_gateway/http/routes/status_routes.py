@@ -52,6 +52,12 @@ class QualityState(BaseModel):
     )
     max_recompute_share: float
     verdict: Verdict = Field(description="For max_recompute_share.")
+    lossy_precisions: list[str] = Field(
+        description="Lossy precisions of spec.cacheStore.precision, as codecs of keys and values."
+    )
+    lossy_verdict: Verdict | None = Field(
+        description="Whether values in these precisions are blended. Null: there are none."
+    )
     report: dict[str, Any] | None = Field(description="The last report of this model.")
 
 
