@@ -25,12 +25,12 @@ PRODUCT: Final = ("core", "wire", "kv", "operator", "services", "cli")
 RETRIEVER: Final = "services/retriever"
 MOST_ARGUMENTS: Final = 6
 BOUNDS: Final = {
-    "product_lines": 118_000,
+    "product_lines": 120_500,
     "retriever_lines": 16_400,
-    "test_lines": 112_500,
-    "bench_lines": 17_650,
-    "tools_lines": 9_550,
-    "modules": 666,
+    "test_lines": 115_000,
+    "bench_lines": 17_850,
+    "tools_lines": 9_600,
+    "modules": 680,
     "long_argument_lists": 0,
     "duplicate_class_names": 0,
     "import_cycles": 0,

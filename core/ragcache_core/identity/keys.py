@@ -71,7 +71,6 @@ class KVSpace:
         )
         return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
 
-
     def of_rank(self) -> KVSpace:
         """Return the space with the heads that one rank has, for the layout of its values."""
         return replace(self, num_kv_heads=self.num_kv_heads // self.num_ranks)
