@@ -68,8 +68,10 @@ class FakeLookupStore:
         *,
         exact: bool = False,
         domain: str,
+        lossy: bool = False,
     ) -> ShardedLookup:
         assert domain
+        assert not lossy
         self.num_lookups += 1
         if self.outage is not None:
             raise self.outage
