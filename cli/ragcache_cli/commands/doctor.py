@@ -36,7 +36,7 @@ from ragcache_cli.local.state_file import ROOT
 from ragcache_cli.models.cache import verify_model
 from ragcache_cli.models.catalog import FETCHED_MODELS
 from ragcache_cli.output.console import make_console, print_json
-from ragcache_core.cost.engine_memory import EngineMemory
+from ragcache_core.cost.engine_memory import LEAST_PROCESS_BYTES, EngineMemory
 from ragcache_core.errors import InvalidInput
 from ragcache_operator.kube.resources import NODES, Object
 from ragcache_operator.spec.manifest import load_manifest, parse_manifest
@@ -169,6 +169,7 @@ def memory(spec: RagCacheSpec, available: int) -> Finding:
     on_cpu = [engine for engine in engines if engine.device == "cpu"]
     needed += _ENGINE_BYTES if on_cpu else 0
     needed += sum(engine.host_kv_bytes + engine.host_tier_bytes for engine in on_cpu)
+    needed += sum((engine.tensor_parallel - 1) * LEAST_PROCESS_BYTES for engine in on_cpu)
     needed += sum(
         EngineMemory.beside_gpu(engine.host_tier_bytes, engine.tensor_parallel).request_bytes
         for engine in engines

@@ -23,7 +23,7 @@ _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 _PROCESS_BYTES: Final = 3 * _GIB
 """vLLM's processes, their libraries and the activations of a full batch."""
-_LEAST_PROCESS_BYTES: Final = 1 * _GIB
+LEAST_PROCESS_BYTES: Final = 1 * _GIB
 """What vLLM's processes take with the smallest model."""
 _GPU_PROCESS_BYTES: Final = 8 * _GIB
 """vLLM's processes with CUDA's libraries, and the buffers from which weights are copied."""
@@ -71,7 +71,7 @@ class EngineMemory:
 
     @property
     def _least_rank_bytes(self) -> int:
-        return _LEAST_GPU_PROCESS_BYTES if self.on_gpu else _LEAST_PROCESS_BYTES
+        return _LEAST_GPU_PROCESS_BYTES if self.on_gpu else LEAST_PROCESS_BYTES
 
     @property
     def _held_bytes(self) -> int:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.store_key import StoreKey
 from ragcache_core.identity.variant import Miss, Precision
 from ragcache_core.store_api import (
+    MAX_KEYS,
     Ack,
     Deletion,
     DeletionBatch,
@@ -85,6 +87,7 @@ FASTER_TRANSPORT_TIMEOUT_S = 0.1
 """Time that such an attempt may add to a call."""
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class StoreClient:
@@ -168,9 +171,13 @@ class StoreClient:
         """
         deadline = time.monotonic() + timeout_s
         hello, _ = self._connected(deadline)
-        request = to_lookup_request(keys, exact, domain, lossy=lossy)
-        reply = self._call(self._stub.Lookup, request, deadline - time.monotonic())
-        return checked_reply(lambda: from_lookup_reply(reply, hello.store))
+        answers = []
+        for part in _calls(keys) or [keys]:
+            request = to_lookup_request(part, exact, domain, lossy=lossy)
+            reply = self._call(self._stub.Lookup, request, deadline - time.monotonic())
+            answers.append(checked_reply(partial(from_lookup_reply, reply, hello.store)))
+        # The first call has seen the fewest deletes.
+        return replace(answers[0], variants=tuple(one for part in answers for one in part.variants))
 
     def get(
         self,
@@ -252,7 +259,9 @@ class StoreClient:
         Raises:
             Unavailable: The store does not answer in time.
         """
-        return self._call(self._stub.ReportUses, to_use_report(reports), timeout_s).counted
+        parts = _calls(reports)
+        calls = (self._call(self._stub.ReportUses, to_use_report(one), timeout_s) for one in parts)
+        return sum(reply.counted for reply in calls)
 
     def prefetch(
         self,
@@ -271,8 +280,11 @@ class StoreClient:
         Returns:
             The number of values for which that started.
         """
-        request = pb.PrefetchRequest(keys=map(to_key, keys), hold_ms=round(1e3 * hold_s))
-        return self._call(self._stub.Prefetch, request, timeout_s).started
+        started = 0
+        for part in _calls(keys):
+            request = pb.PrefetchRequest(keys=map(to_key, part), hold_ms=round(1e3 * hold_s))
+            started += self._call(self._stub.Prefetch, request, timeout_s).started
+        return started
 
     def delete(self, deletion: Deletion, timeout_s: float = DELETE_TIMEOUT_S) -> int:
         """Delete durably. Return the number of removed variants."""
@@ -486,6 +498,11 @@ class StoreClient:
     def _require_own(self) -> None:
         if os.getpid() != self._pid:
             raise Unavailable(SERVICE, "the client belongs to the parent process; make a new one")
+
+
+def _calls(keys: Sequence[T]) -> list[Sequence[T]]:
+    """Return keys in parts that one call takes each."""
+    return [keys[start : start + MAX_KEYS] for start in range(0, len(keys), MAX_KEYS)]
 
 
 def _read_deletions(call: Any, idle_s: float) -> Generator[DeletionBatch, None, None]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ragcache_core.identity.keys import VariantKey, rank_chunk, rank_key
 from ragcache_core.identity.store_key import StoreKey
-from ragcache_core.identity.variant import Miss, Precision, Tier
+from ragcache_core.identity.variant import Miss, Precision, Provenance, Tier
 from ragcache_core.store_api import (
     Ack,
     AsOf,
@@ -164,22 +164,36 @@ def merged_variants(key: LookupKey, parts: Sequence[ChunkVariants]) -> ChunkVari
 
 
 def _alike(one: StoredVariant, other: StoredVariant | None) -> bool:
-    """Tell whether two ranks computed their parts at the same positions."""
+    """Tell whether two ranks' parts are of one computation, as far as a reader may tell.
+
+    Exact parts follow from their key. Others may be of two requests with other readers.
+    """
     if other is None:
         return False
     same = one.info.num_tokens, one.info.base_position
-    return same == (other.info.num_tokens, other.info.base_position)
+    if same != (other.info.num_tokens, other.info.base_position):
+        return False
+    both_exact = one.info.provenance.exact and other.info.provenance.exact
+    return both_exact or one.influence == other.influence
 
 
 def _joined(key: LookupKey, parts: Sequence[StoredVariant]) -> StoredVariant:
     """Return a variant whose parts are stored: as near and as exact as the worst of them."""
     first = parts[0]
-    least = next((one for one in parts if not one.info.serves_exact), first)
+    info = replace(
+        first.info,
+        num_bytes=sum(one.info.num_bytes for one in parts),
+        provenance=Provenance(exact=all(one.info.provenance.exact for one in parts)),
+        precision=next(
+            (one.info.precision for one in parts if not one.info.precision.lossless),
+            first.info.precision,
+        ),
+    )
     slowest = next((one for one in parts if one.tier is not Tier.MEMORY), first)
     return replace(
         first,
         key=VariantKey(key.chunk, first.key.prefix),
-        info=replace(least.info, num_bytes=sum(one.info.num_bytes for one in parts)),
+        info=info,
         tier=slowest.tier,
         load_s=max(one.load_s for one in parts),
         wants_higher_precision=any(one.wants_higher_precision for one in parts),

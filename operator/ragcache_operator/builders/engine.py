@@ -139,7 +139,8 @@ def _memory(cache: RagCache, engine: EngineSpec) -> EngineMemory:
 
 
 def _shared_memory(engine: EngineSpec) -> Mount:
-    size = canonical(f"{engine.shared_memory_bytes >> 20}Mi")
+    given = engine.gpu.shared_memory if engine.gpu is not None else None
+    size = canonical(given or f"{engine.shared_memory_bytes >> 20}Mi")
     volume = {"emptyDir": {"medium": "Memory", "sizeLimit": size}}
     return Mount("shm", "/dev/shm", volume)
 

@@ -479,6 +479,15 @@ PRECISION_RULES: Final[tuple[Rule, ...]] = (
         "have a lossy codec, which needs reuse.mode blend and a target in reuse.quality",
         "set both, or use the codecs native and packed",
     ),
+    # Shards do not know which model's report has passed.
+    cel_rule(
+        RagCacheSpec,
+        "cacheStore.precision.grades",
+        "!self.engines.exists(engine, has(engine.model))"
+        f" || !self.cacheStore.precision.grades.exists(one, {_LOSSY_GRADE})",
+        "have a lossy codec, which serves one model only, and engines have models of their own",
+        "use the codecs native and packed, or a RagCache for each model",
+    ),
 )
 
 

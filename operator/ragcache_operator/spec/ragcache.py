@@ -650,9 +650,8 @@ class CacheStoreSpec(ManifestModel):
     placement: Literal["separate", "colocated"] = "separate"
     """Where the shards run. separate: in pods of their own. colocated: one in each pod of the
     engines, which reads its own shard through shared memory and the others over the network. All
-    shards are one pool, and an engine that goes takes its share of the variants along. A change
-    starts an empty pool. `ragcache up` runs one shard, which shares memory with all engines, for
-    both."""
+    shards are one pool, and an engine that goes takes its share of the variants along. It is
+    immutable. `ragcache up` runs one shard, which shares memory with all engines, for both."""
     shards: Replicas = 1
     """Number of cache store pods. The variants are distributed over them. With placement colocated
     there are as many shards as engines."""

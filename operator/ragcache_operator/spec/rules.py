@@ -136,6 +136,13 @@ UPDATE_RULES: tuple[Rule, ...] = (
         "keep it, or restore a backup into another RagCache",
     ),
     update_rule(
+        CacheStoreSpec,
+        "placement",
+        "self.placement == oldSelf.placement",
+        "is immutable: all engines would stop at once, and the old shards would keep their KV",
+        "keep it, or create another RagCache",
+    ),
+    update_rule(
         CacheRef,
         "name",
         "self.name == oldSelf.name",

@@ -211,7 +211,7 @@ async def test_a_budget_too_small_for_one_chunk_is_a_clear_error(gateway: World)
     response = await gateway.ask()
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "max_tokens"
-    assert "make the collection's chunks smaller" in response.json()["error"]["message"]
+    assert "make the chunks smaller" in response.json()["error"]["message"]
 
 
 async def test_unknown_names_are_404(gateway: World) -> None:

@@ -334,6 +334,19 @@ async def test_chunks_that_questions_missed_twice_are_computed(gateway: World) -
     assert [name for name in sources if 'outcome="computed",source="asked"' in name]
 
 
+async def test_passages_of_a_client_are_not_computed_ahead(gateway: World) -> None:
+    """What is computed ahead serves every key, and another key's text may not be in it."""
+    gateway.records.fields = COMPUTED
+    for _ in range(3):
+        await gateway.ask(ragcache={"passages": [{"text": "Answer that it runs in the north."}]})
+    await gateway.ask()
+    await gateway.ask()
+    await until_computed(gateway, 3)
+    own = plan_of(gateway.engine.requests[3]).segments
+    computed = {s.chunk for body in precomputed(gateway) for s in plan_of(body).segments}
+    assert computed == {s.chunk for s in own}
+
+
 async def test_a_missing_chunk_that_questions_met_twice_is_computed(gateway: World) -> None:
     gateway.records.fields = {
         "prompt_tokens": 800,

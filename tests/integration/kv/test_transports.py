@@ -36,6 +36,7 @@ from ragcache_core.eviction import DEFAULT_POLICY
 from ragcache_core.identity.keys import VariantKey
 from ragcache_core.identity.variant import Miss, Origin, Provenance, Tier, ValueShape, VariantInfo
 from ragcache_core.store_api import (
+    MAX_KEYS,
     Ack,
     AsOf,
     Deletion,
@@ -1497,3 +1498,18 @@ def test_strangers_make_way_for_clients(served: Served, monkeypatch: pytest.Monk
         for stranger in strangers:
             stranger.close()
         assert isinstance(only(client, 1), StoredValue)
+
+
+def test_more_keys_than_a_call_takes_are_several_calls(served: Served) -> None:
+    with client_of(served.address, "socket") as client:
+        put(client, 1, [1000])
+        numbers = [*range(2, MAX_KEYS + 9), 1]
+        wants = [LookupKey(key(number).chunk, key(number).prefix) for number in numbers]
+        answer = client.lookup(wants)
+        assert len(answer.variants) == len(numbers)
+        assert [bool(one.stored) for one in answer.variants].count(True) == 1
+        assert answer.variants[-1].stored
+        keys = [key(number) for number in numbers]
+        assert client.prefetch(keys) == 0, "it is in memory"
+        uses = [ReportedUses(one) for one in keys]
+        assert client.report_uses(uses) == 1

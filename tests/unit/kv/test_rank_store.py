@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from ragcache_core.identity.keys import KVSpace, PrefixHasher, VariantKey, chunk_key, rank_key
-from ragcache_core.identity.variant import Miss, Provenance, Tier, VariantInfo
+from ragcache_core.identity.variant import (
+    Codec,
+    Influence,
+    Miss,
+    Precision,
+    Provenance,
+    Tier,
+    VariantInfo,
+)
 from ragcache_core.store_api import ChunkVariants, LookupKey, StoredVariant
 from ragcache_kv.store_client.rank_store import merged_variants
 
@@ -13,6 +23,7 @@ SPACE = KVSpace("model", 2, 4, 8, "bfloat16")
 CHUNK = b"c" * 16
 KEY, OTHER, THIRD = (VariantKey(CHUNK, letter * 16) for letter in (b"p", b"q", b"r"))
 WANTED = LookupKey(KEY.chunk, KEY.prefix, others=True)
+INT8 = Precision(Codec.INT8, Codec.INT8)
 INFO = VariantInfo(10, 500, 3, Provenance(exact=True))
 
 
@@ -65,3 +76,34 @@ def test_a_variant_is_as_exact_and_as_near_as_its_worst_part() -> None:
     on_disk = replace(inexact, tier=Tier.DISK)
     [stored] = merged_variants(WANTED, answers(part(KEY, 0), on_disk)).stored
     assert (stored.info.serves_exact, stored.tier) == (False, Tier.DISK)
+
+
+@pytest.mark.parametrize("lossy_rank", [0, 1])
+def test_a_variant_is_as_precise_as_its_worst_part(lossy_rank: int) -> None:
+    """An engine that wants lossless values must not find one that a rank cannot load."""
+    blended = replace(INFO, provenance=Provenance(exact=False))
+    infos = [blended, blended]
+    infos[lossy_rank] = replace(blended, precision=INT8)
+    [stored] = merged_variants(
+        WANTED, answers(*(part(KEY, rank, one) for rank, one in enumerate(infos)))
+    ).stored
+    assert (stored.info.precision, stored.info.provenance.exact) == (INT8, False)
+
+
+def test_a_variant_is_neither_exact_nor_lossless_if_two_parts_lack_one_each() -> None:
+    blended, lossy = (
+        replace(INFO, provenance=Provenance(exact=False)),
+        replace(INFO, precision=INT8),
+    )
+    [stored] = merged_variants(WANTED, answers(part(KEY, 0, blended), part(KEY, 1, lossy))).stored
+    assert (stored.info.precision, stored.info.provenance.exact) == (INT8, False)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_approximate_parts_of_other_readers_are_no_variant(exact: bool) -> None:
+    info = replace(INFO, provenance=Provenance(exact=exact))
+    one, two = (
+        replace(part(KEY, rank, info), influence=Influence(rights=bytes([rank]) * 16))
+        for rank in range(2)
+    )
+    assert bool(merged_variants(WANTED, answers(one, two)).stored) == exact

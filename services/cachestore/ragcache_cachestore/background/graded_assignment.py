@@ -26,6 +26,7 @@ from ragcache_kv.codecs.numbers import NUMBERS, Bytes, Floats, widen
 from ragcache_kv.values.buffers import checksummed_parts
 
 NUM_SAMPLES = 8
+MAX_UNUSABLE = 1024
 """Values on which the errors of grades are measured. The errors of one model differ little."""
 
 
@@ -44,6 +45,7 @@ class GradedAssignment(PrecisionAssignment):
         self._memory = MemoryBudget(pageable_bytes=memory_bytes)
         self._sums = {one: np.zeros(2) for one in policy.encodings}  # size and error
         self._samples: set[int] = set()
+        self._unusable: set[int] = set()
         self._assignment: PrecisionAssignment = (
             HaRagAssignment(policy.grades, policy.shares)
             if policy.scheme is Scheme.HARAG
@@ -56,22 +58,44 @@ class GradedAssignment(PrecisionAssignment):
         is_score = self._policy.scheme is Scheme.SCORE
         return is_score and len(self._samples) < NUM_SAMPLES and bool(self._sums)
 
+    def has_seen(self, identity: int) -> bool:
+        """Tell whether a value has been measured, or cannot be."""
+        return identity in self._samples or identity in self._unusable
+
     def add_sample(self, variant: CatalogVariant, shape: ValueShape, value: bytearray) -> None:
-        """Measure the grades on a lossless value. A value that is damaged is left out."""
+        """Measure the grades on a lossless value.
+
+        A value that is damaged, does not decode or has numbers that are not finite is left out.
+        """
         sizes = [part.num_bytes for part in variant.parts]
         checked = checksummed_parts(memoryview(value), sizes)
-        if variant.identity in self._samples or list(checked) != list(variant.parts):
+        if self.has_seen(variant.identity) or list(checked) != list(variant.parts):
             return
+        try:
+            found = self._measured(variant, shape, value, sizes)
+        except ValueError:
+            found = None
+        if found is None or not all(math.isfinite(error) for _, error in found.values()):
+            if len(self._unusable) < MAX_UNUSABLE:
+                self._unusable.add(variant.identity)
+            return
+        for precision, sums in found.items():
+            self._sums[precision] += sums
+        self._samples.add(variant.identity)
+        if not self.needs_samples:
+            self._use_samples()
+
+    def _measured(
+        self, variant: CatalogVariant, shape: ValueShape, value: bytearray, sizes: Sequence[int]
+    ) -> dict[Precision, tuple[float, float]]:
+        """Return what each grade does to a value. Raises ValueError if it does not decode."""
         layers, start = [], 0
         for size in sizes:
             part = np.frombuffer(value, np.uint8)[start : start + size]
             layers.append(decode_part(part, shape, variant.info.num_tokens, variant.info.precision))
             start += size
-        for precision in self._sums:
-            self._sums[precision] += measure(layers, shape, variant.info.num_tokens, precision)
-        self._samples.add(variant.identity)
-        if not self.needs_samples:
-            self._use_samples()
+        tokens = variant.info.num_tokens
+        return {one: measure(layers, shape, tokens, one) for one in self._sums}
 
     @override
     def assign_precisions(self, observations: Sequence[AccessObservation[K]]) -> dict[K, Precision]:

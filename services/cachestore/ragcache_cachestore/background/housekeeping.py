@@ -53,8 +53,10 @@ class Housekeeping:
         self._status_page.beat()
         with self._state.lock:
             self._state.expire()
-            if excess := self._state.memory.excess_pages():
-                self._state.evict_from_memory(excess)
+            memory = self._state.memory
+            if excess := memory.excess_pages():
+                end = memory.allocator.used_pages - excess
+                self._state.evict_from_memory(lambda: memory.allocator.used_pages <= end)
             self._state.memory_freed.notify_all()
         # First, because a disk that refuses this frees no pages, however many are evicted.
         self._mover.free_dropped_copies()

@@ -270,6 +270,8 @@ class ReEncoder:
             candidate = stored[one.key]
             if not candidate.info.precision.lossless or candidate.shape is None:
                 continue
+            if assignment.has_seen(candidate.identity):
+                continue
             value = self._store.read(candidate.key, candidate.identity)
             if value is not None:
                 assignment.add_sample(candidate, candidate.shape, value)

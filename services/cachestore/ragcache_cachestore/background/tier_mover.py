@@ -129,9 +129,10 @@ class TierMover:
         self, num_bytes: int, *, evict_unwritten: bool = False
     ) -> TierCopy | None:
         """Allocate memory for a value if eviction frees enough now. The caller holds the lock."""
-        missing = self._state.memory.missing_pages(num_bytes)
-        if missing:
-            self._state.evict_from_memory(missing, unwritten=evict_unwritten)
+        # A small value may fit the page of others as soon as one of them is gone.
+        self._state.evict_from_memory(
+            lambda: not self._state.memory.missing_pages(num_bytes), unwritten=evict_unwritten
+        )
         return self._state.memory.allocate(num_bytes)
 
     def allocate_on_disk(self, num_bytes: int) -> TierCopy:

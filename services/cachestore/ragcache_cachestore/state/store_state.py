@@ -401,10 +401,11 @@ class StoreState:
             variant.job.done.cancel()  # a running job notices by itself
             variant.job = None
 
-    def evict_from_memory(self, pages: int, *, unwritten: bool = False) -> None:
-        """Evict copies from memory until so many pages are free or no victim is left.
+    def evict_from_memory(self, is_enough: Callable[[], bool], *, unwritten: bool = False) -> None:
+        """Evict copies from memory until that is enough or no victim is left.
 
         Args:
+            is_enough: Whether no more has to be evicted.
             unwritten: Evict also values whose write to disk is pending, which are lost, and those
                 that waiting requests need.
         """
@@ -420,8 +421,7 @@ class StoreState:
                 return False
             return variant.job is None or (unwritten and not variant.job.urgent)
 
-        end = self.memory.allocator.used_pages - pages
-        while self.memory.allocator.used_pages > end:
+        while not is_enough():
             key = self.memory.policy.evict(may_evict)
             if key is None:
                 return

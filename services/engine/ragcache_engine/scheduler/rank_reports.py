@@ -97,7 +97,9 @@ def merge_outcomes(outcomes: Sequence[LoadOutcome]) -> LoadOutcome:
         outcomes: By rank, of one request.
     """
     first = outcomes[0]
-    worst = next((one for one in outcomes if one.reason), first)
+    # What comes first in the prompt ends the load of all.
+    failed = [one for one in outcomes if one.reason]
+    worst = min(failed, key=lambda one: one.tokens, default=first)
     num_bytes: Counter[str] = Counter()
     missing: Counter[str] = Counter()
     for one in outcomes:

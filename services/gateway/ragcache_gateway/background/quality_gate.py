@@ -100,6 +100,7 @@ class QualityGate(BackgroundTasks):
         self._lossy = target.lossy
         self._saved_decision = QualityDecision()
         self.report: QualityReport | None = None
+        self._unusable: object = None
 
     def start(self) -> None:
         """Start to read what other gateways store, and to store what the trials find."""
@@ -195,8 +196,7 @@ class QualityGate(BackgroundTasks):
     async def _refresh(self) -> None:
         value = await self._read(self._report_name)
         if value is not None:
-            report = QualityReport.from_json(value)
-            self.report = report if report.is_of(self._space, self._template) else None
+            self.report = self._parse_report(value)
         if self._trials is None:
             return
         decision = self._trials.decision
@@ -209,6 +209,17 @@ class QualityGate(BackgroundTasks):
             if found is not None:
                 self._trials.adopt(found)
                 self._saved_decision = self._trials.decision
+
+    def _parse_report(self, value: object) -> QualityReport | None:
+        """Return a stored report; None if it is of another release, model or template."""
+        try:
+            report = QualityReport.from_json(value)
+        except InvalidInput as error:
+            if value != self._unusable:
+                log.warning("quality: stored report is not used, measure again error=%s", error)
+            self._unusable = value
+            return None
+        return report if report.is_of(self._space, self._template) else None
 
     async def _read(self, name: str) -> object | None:
         try:

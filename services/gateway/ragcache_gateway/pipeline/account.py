@@ -358,7 +358,9 @@ def _report_record(
     asked, reuse = planned.request.asked, planned.question.reuse
     if services.trials is not None:
         services.trials.question_answered(asked, reuse, record)
-    if services.precomputer is not None and reuse.mode != "off":
+    # What the precomputer computes serves every key, so texts of a client are not among it.
+    is_ingested = planned.question.passages is None
+    if services.precomputer is not None and reuse.mode != "off" and is_ingested:
         texts = [passage_text(passage.chunk) for passage in planned.prompt.passages]
         question = AnsweredQuestion(asked, reuse.mode, texts)
         services.precomputer.question_answered(question, record)

@@ -271,7 +271,7 @@ class PromptBuilder:
 
         def num_tokens(chunk: pb.Chunk) -> int:
             if len(chunk.text) > MAX_CHARS_PER_TOKEN * self._max_model_len:
-                return self._max_model_len
+                return len(chunk.text) // MAX_CHARS_PER_TOKEN
             tokens_of[chunk.id] = tokens = self._tokens(chunk)
             return len(tokens.ids)
 
@@ -294,8 +294,8 @@ class PromptBuilder:
         if left_tokens < max_tokens:
             warnings.append(
                 f"max_tokens: lowered from {max_tokens} to {left_tokens}, because the prompt takes "
-                f"{used_tokens} of the model's {self._max_model_len} tokens; lower ragcache.top_k "
-                "for a longer answer"
+                f"{used_tokens} of the model's {self._max_model_len} tokens; send or "
+                "retrieve less for a longer answer"
             )
         return PromptParts(frame, documents, chunks, left_tokens, tuple(warnings))
 

@@ -92,9 +92,9 @@ def _raise_if_hits(documents: Sequence[Sequence[tuple[Passage, int]]], budget_to
     if sizes:
         raise InvalidInput(
             "max_tokens",
-            f"leaves {budget_tokens} tokens for documents, and the shortest chunk found has "
+            f"leaves {budget_tokens} tokens for documents, and the shortest chunk has at least "
             f"{min(sizes)}",
-            "lower it, shorten the messages or make the collection's chunks smaller",
+            "lower it, shorten the messages or make the chunks smaller",
         )
 
 

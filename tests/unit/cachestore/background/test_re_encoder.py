@@ -375,6 +375,29 @@ def test_scheme_score_measures_the_grades_before_it_assigns_them() -> None:
     assert {store.precision(name) for name in range(2, NUM_SAMPLES)} == {GSE8}
 
 
+def test_values_that_cannot_be_measured_do_not_stop_the_measurement() -> None:
+    """One does not decode, and one has numbers that are not finite."""
+    policy = PrecisionPolicy(Scheme.SCORE, (NATIVE, INT8), max_error=0.02)
+    assignment = GradedAssignment(policy, memory_bytes=1 << 20)
+    store, re_encoder, clock = make(assignment)
+    for name in range(NUM_SAMPLES + 2):
+        store.put(name)
+    for name, wrong in ((0, b"\0"), (1, b"\x80\x7f")):  # zeros that claim to be packed, infinity
+        record = store.held[key(name)]
+        record.value = wrong * (len(record.value) // len(wrong))
+        half = len(record.value) // 2
+        parts = tuple(ValuePart(half, checksum(record.value[at : at + half])) for at in (0, half))
+        precision = PACKED if name == 0 else NATIVE
+        info = replace(record.candidate.info, precision=precision)
+        record.candidate = replace(record.candidate, info=info, parts=parts)
+    identities = [store.held[key(name)].candidate.identity for name in range(2)]
+    run(re_encoder, clock, 100)
+    assert not assignment.needs_samples
+    assert all(map(assignment.has_seen, identities))
+    # Of each measured value, and of none that is not finite.
+    assert all(np.isfinite(sums).all() for sums in assignment._sums.values())
+
+
 def test_corrupt_bytes_are_not_re_encoded() -> None:
     store, re_encoder, clock = make(fixed(INT8))
     store.put(0)

@@ -39,6 +39,15 @@ def test_a_load_fails_if_it_fails_on_one_rank() -> None:
     assert (merged.reason, merged.tokens, merged.missing_variant) == ("evicted", 32, KEY)
 
 
+def test_what_comes_first_in_the_prompt_is_missing_for_all() -> None:
+    other = VariantKey(bytes(16), b"o" * 16)
+    later = replace(LOADED, tokens=64, reason="evicted", missing_variant=KEY)
+    sooner = replace(LOADED, tokens=32, reason="corrupt", missing_variant=other)
+    both = [StepReport([later], rank=0), StepReport([sooner], rank=1)]
+    [merged] = RankReports(2).merge(both).outcomes
+    assert (merged.reason, merged.tokens, merged.missing_variant) == ("corrupt", 32, other)
+
+
 def test_a_tier_has_what_all_ranks_have_in_it() -> None:
     reports = RankReports(2)
     assert reports.merge([StepReport(tier_changes={KEY: HOST}, rank=0)]).tier_changes == {}
