@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from ragcache_core.identity.keys import KVSpace
+from ragcache_engine.blend.ranks import ONE_RANK
 from ragcache_engine.kv_cache.paged_cache import PagedCache
 from ragcache_engine.protocol.messages import PromptSlice
 
@@ -180,6 +181,7 @@ class Passes:
 
     max_tokens = MAX_TOKENS
     max_runs = MAX_RUNS
+    ranks = ONE_RANK
 
     def __init__(self, model: Llama) -> None:
         self._model = model

@@ -386,7 +386,7 @@ GUIDE = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 
 async def test_the_examples_of_the_guide_run(gateway: World, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     program = tmp_path / "examples.py"
     settings = f"url, model = {gateway.base_url!r}, {MODEL!r}\n"
     program.write_text(settings + "\n".join(blocks))
