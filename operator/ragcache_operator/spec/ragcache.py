@@ -520,10 +520,9 @@ class EngineSpec(ManifestModel):
     gpu: GPUSpec | None = None
     """The GPUs of each engine, only with device cuda. If unset, they are nvidia.com/gpu."""
     kv_memory: ByteQuantity | None = None
-    """Size of the engine's paged KV cache, of all ranks together, rounded up to whole GiB for each
-    rank. The engine loads other KV from
-    the cache store. If unset, it is 2Gi on a processor, and what gpu.memoryShare leaves on a
-    GPU."""
+    """Size of the engine's paged KV cache, rounded up to whole GiB for each rank. It is that of all
+    ranks together. The engine loads other KV from the cache store. If unset, it is 2Gi on a
+    processor, and what gpu.memoryShare leaves on a GPU."""
     host_tier: ByteQuantity | None = None
     """Size of the host memory tier of each replica, which holds the variants that it loads most
     often. If unset, the engine loads every variant from the cache store."""

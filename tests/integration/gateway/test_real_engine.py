@@ -373,8 +373,9 @@ def test_a_langchain_retriever_of_the_client_has_its_kv_reused(platform: Platfor
     ]
     sizes = [(int(one[1]), int(one[2])) for one in found if one]
     assert len(sizes) == len(questions)
-    # All but the question, and what fills no whole block of vLLM's cache.
-    assert [reused > 0.6 * tokens for tokens, reused in sizes] == [False, True, True], sizes
+    # At first no more than the head. Then all but the question, in whole blocks of vLLM's cache.
+    assert sizes[0][1] < min(reused for _, reused in sizes[1:]), sizes
+    assert all(tokens - reused < 48 for tokens, reused in sizes[1:]), sizes
 
 
 LLAMA_INDEX_PROGRAM = """
