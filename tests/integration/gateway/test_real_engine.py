@@ -361,8 +361,7 @@ def test_langchain_calls_tools_and_gets_structured_output(platform: Platform) ->
 
 
 def test_a_langchain_retriever_of_the_client_has_its_kv_reused(platform: Platform) -> None:
-    """The same documents in the same or another order: loaded, or found in vLLM's cache."""
-    questions = ["Where does billing run?", "Where does billing run?", "And search?"]
+    questions = ["Where does billing run?"] * 2
     command = [sys.executable, "examples/clients/langchain_retriever.py", platform.url, "model"]
     done = subprocess.run(
         [*command, *questions], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
@@ -374,8 +373,9 @@ def test_a_langchain_retriever_of_the_client_has_its_kv_reused(platform: Platfor
     sizes = [(int(one[1]), int(one[2])) for one in found if one]
     assert len(sizes) == len(questions)
     # At first no more than the head. Then all but the question, in whole blocks of vLLM's cache.
-    assert sizes[0][1] < min(reused for _, reused in sizes[1:]), sizes
-    assert all(tokens - reused < 48 for tokens, reused in sizes[1:]), sizes
+    (_, at_first), (tokens, reused) = sizes
+    assert at_first < reused, sizes
+    assert tokens - reused < 48, sizes
 
 
 LLAMA_INDEX_PROGRAM = """
