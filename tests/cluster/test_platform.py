@@ -353,7 +353,8 @@ def test_an_engine_that_goes_takes_its_share_of_the_variants_alone(
     with step("gateways know the remaining shard"):
         running.cluster.wait_until(lambda: len(shards()) == 1, "gateway with one shard", 120)
     assert set(running.pods("engine")) == {kept}
-    assert _variants(running, kept) == shares[kept]
+    # None is lost. Saves that were under way may have added some.
+    assert _variants(running, kept) >= shares[kept]
     [question] = single_questions(book, 1)
     assert _ask_kept(running, question.text)["choices"][0]["message"]["content"].strip()
 

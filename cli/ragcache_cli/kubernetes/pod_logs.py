@@ -130,7 +130,7 @@ def is_meant(pod: Object, part: str | None) -> bool:
 
 
 def _containers(pod: Object) -> list[str]:
-    """Return the names of a pod's containers, each of which is that of its component."""
+    """Return the names of a pod's containers. A container has the name of its component."""
     return [one["name"] for one in (pod.get("spec") or {}).get("containers") or ()]
 
 

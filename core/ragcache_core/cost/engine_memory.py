@@ -38,7 +38,7 @@ class EngineMemory:
 
     Attributes:
         on_gpu: Whether weights and KV are in a GPU's memory. Then both sizes are 0.
-        num_ranks: Tensor parallel ranks, each of which is a process. All sizes are of all ranks.
+        num_ranks: Tensor parallel ranks. Each one is a process. All sizes are of all ranks.
     """
 
     weights_bytes: int

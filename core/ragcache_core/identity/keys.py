@@ -181,7 +181,7 @@ def rank_key(key: VariantKey, rank: int) -> VariantKey:
     """Return the name of a rank's part of a variant: its range of heads.
 
     The number of ranks is in the KV space, and so in ``key``. Rank 0 stores its part under the
-    variant's own key, by which gateways find and prefetch it.
+    variant's own key: gateways use it to find and prefetch the variant.
     """
     return VariantKey(rank_chunk(key.chunk, rank), key.prefix)
 

@@ -149,7 +149,7 @@ def _part(variant: NewVariant, rank: int) -> NewVariant:
 
 
 def merged_variants(key: LookupKey, parts: Sequence[ChunkVariants]) -> ChunkVariants:
-    """Return the variants of which each rank's part is stored."""
+    """Return the variants that are stored with the parts of all ranks."""
     first, *others = parts
     known = [{one.key.prefix: one for one in found.stored} for found in others]
     stored = [

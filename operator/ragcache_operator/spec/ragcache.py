@@ -512,7 +512,7 @@ class EngineSpec(ManifestModel):
     device: Literal["cpu", "cuda"] = "cpu"
     """Device that the engine computes on: the processor, or NVIDIA GPUs."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of ranks of each engine (tensor parallelism), each of which has a part of the weights
+    """Number of ranks of each engine (tensor parallelism). Each rank has a part of the weights
     and of the KV heads. With device cuda each rank has a GPU of its own, all on one node. On a
     processor the ranks share the cores of resources.cpuLimit. It must divide the model's number of
     KV heads. Groups of the same model have the same number, because each rank stores its own

@@ -52,7 +52,7 @@ CAPTURED = prompt_of(0, 1, 2, 3)
 
 @dataclass
 class Platform:
-    """A store with four chunks, of which each has another grade, and an engine."""
+    """A store with four chunks, each of another grade, and an engine."""
 
     store: ServedStore
     engine: Engine

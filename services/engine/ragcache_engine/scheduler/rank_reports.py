@@ -89,7 +89,7 @@ class RankReports:
 
 
 def merge_outcomes(outcomes: Sequence[LoadOutcome]) -> LoadOutcome:
-    """Return the outcome of a load of which each rank had a part.
+    """Return the outcome of a load that the ranks shared.
 
     What one rank misses is missing. Bytes add up, and seconds are those of the slowest rank.
 
