@@ -88,7 +88,7 @@ def test_a_chunk_that_does_not_fit_is_skipped() -> None:
     assert names(fit_to_budget(documents, num_tokens, 2)) == ["b#1"]
     assert names(fit_to_budget(documents, num_tokens, 1)) == ["c#0"]
     with pytest.raises(
-        InvalidInput, match="leaves 0 tokens for documents, and the shortest chunk found has 1;"
+        InvalidInput, match="leaves 0 tokens for documents, and the shortest chunk has at least 1;"
     ):
         fit_to_budget(documents, num_tokens, 0)
 
