@@ -33,7 +33,7 @@ MAX_SAMPLES = 400
 
 
 class _Keys:
-    """What is known of each key at a request."""
+    """What a policy knows about each key at a request."""
 
     def __init__(self, num_keys: int) -> None:
         self.uses: Ints = np.zeros(num_keys, dtype=np.int64)

@@ -15,9 +15,9 @@
   rarer, and a deep entry is seldom asked for twice. Independent entries have no depth.
 
 The half-life follows the traffic: it is twice the mean time between two uses of the same key. A
-fixed number of seconds that suits one site is wrong for the next. When the half-life or a
-share of reuse has changed enough, the policy recomputes all ranks, at most once in as many uses as
-there are entries.
+fixed number of seconds that suits one site is wrong for the next. The policy recomputes all ranks
+when the half-life or a share of reuse has changed enough. It does so at most once in as many uses
+as there are entries.
 """
 
 from __future__ import annotations

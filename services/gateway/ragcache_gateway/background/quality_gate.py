@@ -73,7 +73,7 @@ class QualityGate(BackgroundTasks):
 
     Args:
         template: Hex digest of the template before the documents.
-        target: What blends have to keep, and of which values.
+        target: What blends have to keep, and the lossy precisions that they have to keep it in.
         trials: Measure while serving; None: no quality target is set.
     """
 
